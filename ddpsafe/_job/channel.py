@@ -810,6 +810,14 @@ class Channel(Generic[NameT, MessageT]):
                 _silent_s(connection.socket) < within_s for connection in self._connections()
             )
 
+    def carries(self) -> bool:
+        """Return whether packets pass in both directions now, on all connections."""
+        with self._lock:
+            sockets = [connection.socket for connection in self._connections()]
+        return bool(sockets) and all(
+            _silent_s(each) < BEAT_S and not _is_unacked(each) for each in sockets
+        )
+
     def close(self) -> None:
         """Take leave, send what is left, for at most `_FLUSH_S`, and close."""
         self.send(Goodbye())

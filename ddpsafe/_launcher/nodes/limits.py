@@ -18,8 +18,11 @@ DIAL: Final = timedelta(seconds=10)
 CONNECT: Final = timedelta(seconds=4)
 """A new node that tries whether it reaches a port of node 0."""
 
-CONNECT_AGAIN: Final = timedelta(seconds=BEAT_S)
-"""The same once node 0 is heard: its kernel answers at once then."""
+CONNECT_AGAIN: Final = timedelta(seconds=2.5)
+"""The same once the connection carries packets: its kernel answers at once then, but one packet may be lost.
+
+Linux repeats it after 1 s.
+"""
 
 FILE_APPEARS: Final = timedelta(seconds=5)
 """Network file systems show a new file on another host after some seconds."""

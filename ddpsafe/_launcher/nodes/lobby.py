@@ -87,7 +87,7 @@ class Lobby:
     def __init__(self, own: NodeFacts) -> None:
         """Begin without any other node."""
         self._own = own
-        self._round_id = ""
+        self._round_id = self._checked_file = ""
         self._running: RunsWithout | None = None
         self.callers: dict[str, Caller] = {}
         self.settled: frozenset[str] = frozenset()
@@ -152,7 +152,9 @@ class Lobby:
                 )  # the first one counts
                 self._note(launcher, unable=event)
         elif isinstance(event, FoldersSeen):
-            self._note(launcher, seen=event)
+            # The answer to an earlier check may arrive after an outage.
+            if event.file == self._checked_file:
+                self._note(launcher, seen=event)
         elif isinstance(event, Ready):
             if event.round_id == self._round_id:
                 self._note(launcher, is_ready=True)
@@ -198,6 +200,7 @@ class Lobby:
 
     def check(self, check: FolderCheck, launchers: Collection[str]) -> Iterator[Action]:
         """Have new nodes look at what they have to see."""
+        self._checked_file = check.file
         for launcher in launchers:
             self._note(launcher, seen=None)
         yield Send(check, tuple(launchers))

@@ -254,10 +254,12 @@ class FoldersSeen:
     """What a new node found.
 
     Attributes:
+        file: The one of the check that this answers.
         missing: The folders without node 0's file in them.
         unreached: Why the port cannot be reached, as a sentence; empty if it can.
     """
 
+    file: str
     missing: tuple[str, ...]
     unreached: str = ""
 

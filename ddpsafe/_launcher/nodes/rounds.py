@@ -28,7 +28,7 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
 )
 from ddpsafe._garbage import exempt_from_gc
-from ddpsafe._job.channel import BEAT_S, Lost
+from ddpsafe._job.channel import Lost
 from ddpsafe._job.endpoint import listen_at, rank_store, trouble_of
 from ddpsafe._launcher.nodes import limits
 from ddpsafe._launcher.nodes.lobby import SCRIPT
@@ -270,6 +270,13 @@ class NodeLaunch:
         if not new:
             return True
         limit = min(2 * limits.FILE_APPEARS, self._plan.config.timeouts.start)
+
+        def has_answered(launcher: str) -> bool:
+            return lobby.of(launcher).seen is not None
+
+        def has_left(launcher: str) -> bool:
+            return launcher in lobby.out or lobby.of(launcher).is_away
+
         with (
             _file_in(self._checkpoint_folders) as (file, folders),
             listen_at(nodes[0].address, self._plan.config.rendezvous.ports) as listening,
@@ -278,13 +285,11 @@ class NodeLaunch:
             callers = [node.launcher for node in new]
             rendezvous.perform(lobby.check(check, callers))
             rendezvous.wait_until(
-                lambda: all(
-                    lobby.of(caller).seen is not None or caller in lobby.out for caller in callers
-                ),
+                lambda: any(map(has_left, callers)) or all(map(has_answered, callers)),
                 Deadline.after(limit),
             )
-        if not lobby.out.isdisjoint(callers):
-            return False  # it has left meanwhile
+        if any(map(has_left, callers)):
+            return False  # one that is only away joins again once it is back
         for node in new:
             answer = lobby.of(node.launcher).seen
             # A node that does not answer is refused, too: a look at a dead mount does not return.
@@ -495,8 +500,10 @@ class NodeLaunch:
                     plan = self._read_plan(rendezvous)
                     node = [node.launcher for node in plan.nodes].index(rendezvous.facts.launcher)
                     self._examine(rendezvous, plan, node)
-                    if self._round_plan is None:
-                        self._require_way(rendezvous, plan)
+                    if self._round_plan is None:  # before any rank starts
+                        what = self._find_no_way(rendezvous, plan.address, plan.store_port)
+                        if what:
+                            raise _no_way(what, socket.gethostname(), plan.address)  # noqa: TRY301
                     parts = self._placed(plan, node, rendezvous)
                     if plan.attempt <= self.attempts:  # node 0 was started again
                         self._parts.directory.set_attempts_aside()
@@ -612,21 +619,21 @@ class NodeLaunch:
         deadline = Deadline.after(self._plan.config.timeouts.start + limits.READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
+        port = 0
 
         def has_plan() -> bool:
-            nonlocal checking
-            rendezvous.require_member()
-            if membership.joins_again:
-                raise _JoinAgain
+            nonlocal checking, port
+            _require_round(rendezvous)
             if membership.check is not None:
                 check, membership.check = membership.check, None
                 # In a thread: a look at a dead mount does not return, and this node still has to
                 # take a signal.
-                address = membership.node_0.address
-                checking = BoundedCall(partial(_look_at, check, address), name="ddpsafe-folders")
+                checking = BoundedCall(partial(_look_at, check), name="ddpsafe-folders")
+                port = check.port
             if checking is not None and checking.wait(0):
-                rendezvous.channel.send(checking.result())
-                checking = None
+                seen, checking = checking.result(), None
+                unreached = self._find_no_way(rendezvous, membership.node_0.address, port)
+                rendezvous.channel.send(replace(seen, unreached=unreached))
             return membership.plan is not None
 
         rendezvous.wait_until(has_plan, deadline)
@@ -636,30 +643,25 @@ class NodeLaunch:
             )
         return membership.plan
 
-    def _require_way(self, rendezvous: NodeRendezvous, plan: RoundPlan) -> None:
-        """Check that the store of the ranks can be reached, before any rank starts.
-
-        Raises:
-            PreflightError: It cannot.
-        """
+    def _find_no_way(self, rendezvous: NodeRendezvous, address: str, port: int) -> str:
+        """Return why a port of node 0 cannot be reached, as a sentence; empty if it can."""
 
         def find_trouble(limit: timedelta) -> str:
-            return rendezvous.endpoint.call(
-                lambda: _unreached(plan.address, plan.store_port, limit), 2 * limit
-            )
+            return rendezvous.endpoint.call(lambda: _unreached(address, port, limit), 2 * limit)
 
-        def is_heard() -> bool:
-            rendezvous.require_member()
-            return rendezvous.channel.has_heard(within_s=BEAT_S)
+        def is_connected() -> bool:
+            _require_round(rendezvous)
+            return rendezvous.channel.carries()
 
         start = self._plan.config.timeouts.start
         what = find_trouble(min(limits.CONNECT, start))
         while what:
             # In an outage no port is reached, nor for seconds after it, when the kernel tries again.
-            rendezvous.wait_until(is_heard, Deadline.after(start))
+            rendezvous.wait_until(is_connected, Deadline.after(start))
             what = find_trouble(limits.CONNECT_AGAIN)
-            if what and is_heard():
-                raise _no_way(what, socket.gethostname(), plan.address)
+            if what and is_connected():
+                break
+        return what
 
     def _placed(self, round_plan: RoundPlan, node: int, rendezvous: NodeRendezvous) -> LaunchParts:
         """Return the parts with this node's ranks in the round, and the store where all ranks meet."""
@@ -672,6 +674,13 @@ class NodeLaunch:
         )
         worlds = tuple(world_of(round_plan, rank) for rank in round_plan.ranks_of(node))
         return self._parts.with_plan(replace(self._plan, worlds=worlds, place=place))
+
+
+def _require_round(rendezvous: NodeRendezvous) -> None:
+    """Look what node 0 has decided, and leave a wait if the round does not begin."""
+    rendezvous.require_member()
+    if rendezvous.membership.joins_again:
+        raise _JoinAgain
 
 
 def _is_no_launcher_yet(exc: BaseException) -> bool:
@@ -718,9 +727,8 @@ def _no_way(what: str, host: str, address: str) -> PreflightError:
     return PreflightError(Explanation(what, cause=cause, fix=fix), kind="startup-network")
 
 
-def _look_at(check: FolderCheck, address: str) -> FoldersSeen:
-    """Return what a new node finds of what it has to see; hangs if a file system does."""
-    unreached = _unreached(address, check.port, limits.CONNECT)
+def _look_at(check: FolderCheck) -> FoldersSeen:
+    """Return which folders a new node sees; hangs if a file system does."""
     deadline = Deadline.after(limits.FILE_APPEARS)
     missing = []
     for folder in check.folders:
@@ -732,7 +740,7 @@ def _look_at(check: FolderCheck, address: str) -> FoldersSeen:
             time.sleep(pause_s)
         else:
             missing.append(folder)
-    return FoldersSeen(missing=tuple(missing), unreached=unreached)
+    return FoldersSeen(file=check.file, missing=tuple(missing))
 
 
 @contextlib.contextmanager

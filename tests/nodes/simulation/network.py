@@ -585,6 +585,16 @@ class Channel:
             if end.is_connected and (host := link.opposite(end).launcher.host)
         )
 
+    def carries(self) -> bool:
+        """Return whether packets pass in both directions now, on all connections."""
+        here = self.launcher.host
+        hosts = [
+            link.opposite(end).launcher.host
+            for link, end in self._links.values()
+            if end.is_connected
+        ]
+        return bool(hosts) and all(self.network.is_open(host, here) for host in hosts)
+
     def _stop(self) -> None:
         self._is_closed = True
         if self._port is not None and self.network.listeners.get(self._port) is self:

@@ -336,8 +336,9 @@ def _judge_retries(job: Job) -> Iterator[str]:
         return
     # All ranks have returned, and node 0 has ended, while a node was cut off: it cannot learn the result.
     has_ended = any(end.error is None for end in living)
-    may_miss_it = has_ended and any(fault.kind in _CUTS for fault in scenario.faults)
+    cut_off = {job.hosts[fault.host % len(job.hosts)] for fault in harmful if fault.kind in _CUTS}
     for end in living:
+        may_miss_it = has_ended and not cut_off.isdisjoint((end.launcher.host, job.hosts[0]))
         if end.error is not None and not (may_miss_it and isinstance(end.error, NodeLostError)):
             yield f"all faults can be retried, but {end.launcher.name} ended: {end}"
 

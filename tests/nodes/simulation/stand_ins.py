@@ -28,7 +28,6 @@ from ddpsafe._launcher.nodes import (
     texts,
     torchs_rendezvous,
 )
-from ddpsafe._launcher.nodes.limits import CONNECT
 from ddpsafe._launcher.nodes.node_messages import FolderCheck, FoldersSeen
 from ddpsafe._launcher.watch import idleness, signals, supervisor
 
@@ -159,12 +158,14 @@ def _ports() -> None:
 
 
 def _folders() -> None:
-    def look_at(check: FolderCheck, address: str) -> FoldersSeen:
+    def look_at(check: FolderCheck) -> FoldersSeen:
         missing = () if _here().host.has_mount else check.folders
         _kernel().pause(5.0 if missing else 0.1)
-        return FoldersSeen(missing=missing, unreached=rounds._unreached(address, 0, CONNECT))
+        return FoldersSeen(file=check.file, missing=missing)
 
-    rounds._file_in = lambda folders: contextlib.nullcontext(("file", tuple(sorted(folders))))
+    rounds._file_in = lambda folders: contextlib.nullcontext(
+        (rounds.make_random_id(), tuple(sorted(folders)))
+    )
     rounds._look_at = look_at
 
 
