@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Final
 
+from ddpsafe._clock import BoundedCall
 from ddpsafe._errors import Explanation
 from ddpsafe._host import boot_id
 from ddpsafe._limits import BEAT_S, DYING_S, SILENCE_S
@@ -41,6 +42,8 @@ NAME: Final = ".lock"
 _BUSY: Final = (errno.EACCES, errno.EAGAIN)
 _POLL_S: Final = 0.05
 _MAX_BYTES: Final = 4096
+_RELEASE_S: Final = 5.0
+"""How long the end of a job waits for storage that does not respond."""
 # Other users may write into the directory too: a link could lead to any file, and opening a pipe
 # would block.
 _READ_FLAGS: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -255,6 +258,14 @@ class DirectoryLock:
         if self._stop.is_set() or os.getpid() != self.owner.pid:
             return
         self._stop.set()
+        try:
+            releasing = BoundedCall(self._release, name="ddpsafe-unlock")
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            self._release()
+        else:
+            releasing.wait(_RELEASE_S)
+
+    def _release(self) -> None:
         self._beat.join()
         _mine.pop(self._key, None)
         with contextlib.suppress(OSError):

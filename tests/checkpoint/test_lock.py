@@ -219,3 +219,19 @@ def test_file_planted_by_another_user_is_not_written(
         Checkpointer(path.parent)
     assert victim.read_bytes() == b"ssh-ed25519 key"
     assert _lock.read_owner(path.parent) is None
+
+
+def test_the_end_of_a_job_waits_only_so_long_for_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Storage that does not respond must not hold it up; once it responds, the lock is released."""
+    responds = threading.Event()
+    lock = _lock.DirectoryLock(tmp_path, _lock.Owner.myself({}))
+    monkeypatch.setattr(_lock, "_RELEASE_S", 0.1)
+    monkeypatch.setattr(lock, "find_loss", lambda: None if responds.wait() else "")
+    lock.release()
+    assert (tmp_path / ".lock").read_text("utf-8")
+    (thread,) = [each for each in threading.enumerate() if each.name == "ddpsafe-unlock"]
+    responds.set()
+    thread.join()
+    assert (tmp_path / ".lock").read_text("utf-8") == ""
