@@ -263,7 +263,11 @@ class Checkpointer:
             saved = 0  # the training continues from memory, and nothing is in the directory yet
         due = self._schedule.is_due(step, saved, self._ranks)
         memory = self._memory
-        if memory is not None and memory.schedule.is_due(step, memory.newest, self._ranks):
+        if (
+            memory is not None
+            and not memory.is_given_up
+            and memory.schedule.is_due(step, memory.newest, self._ranks)
+        ):
             self._memory_due = step, due
             return True
         self._memory_due = None
@@ -538,7 +542,7 @@ class Checkpointer:
                     cause="waits for storage that is slow or does not respond, or hangs.",
                     fix="raise the Checkpointer's timeout if the storage is only slow.",
                 )
-                exchange.receive(self._ranks.deadline(), absence_error)
+                exchange.receive(self._ranks.deadline(2 * _save.PUBLISH_TIME), absence_error)
                 return
             assert self._publisher is not None  # noqa: S101 - rank 0 of a checkpointer that writes
             with exchange.leading():

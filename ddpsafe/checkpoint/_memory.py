@@ -21,7 +21,7 @@ from ddpsafe._errors import Explanation
 from ddpsafe._host import read_limits
 from ddpsafe._job.agreement import Message, as_line
 from ddpsafe.checkpoint import _directory, _save, _sharded
-from ddpsafe.checkpoint._checksums import BLOCK_BYTES
+from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError
 from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
 from ddpsafe.checkpoint._schedule import Costs, Schedule, highest
 from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
@@ -250,17 +250,16 @@ class StateMemory:
         _save.write_files(slot, request, parts, files, shards)
         self._next = self.slots[1 - slot.number]
 
-    def held(self) -> dict[str, Any] | None:
-        """Return the newest undamaged state of this node, in plain values; only its first rank does."""
+    def held(self) -> tuple[dict[str, Any] | None, list[str]]:
+        """Return the newest whole state of this node, in plain values, and what is damaged; its first rank does."""
         self._next = None
         if not self._is_first:
-            return None
+            return None, []
         held, problems = self.slots.newest()
+        problems = [f"{problem} (in the memory of {self._ranks.host})" for problem in problems]
         if problems:
-            warn(
-                f"a state in the memory of {self._ranks.host} is damaged and is skipped: {'; '.join(problems)}"
-            )
-        return None if held is None else asdict(held)
+            warn(f"a state in memory is damaged and is skipped: {'; '.join(problems)}")
+        return None if held is None else asdict(held), problems
 
     def provide(
         self, candidate: Candidate, absence_error: Callable[[Absence], RestoreError]
@@ -362,23 +361,34 @@ class StateMemory:
         writing = _save.Writing(self._ranks, step, deadline, publisher.directory)
         writing.start(lambda: self._publish(publisher, step, writing))
         writing.wait()
+        publisher.warn_of_not_removed()
 
     def _publish(self, publisher: _save.Publisher, step: int, writing: _save.Writing) -> None:
         held, problems = self.slots.newest()
-        on_disk = max(_directory.list_steps(publisher.directory), default=-1)
-        if held is not None and on_disk < held.step < step:
-            warn(f"the directory gets step {held.step}: step {step} was not kept in memory.")
-            step = held.step
-        if held is None or held.step != step:
+        on_disk = next(iter(_directory.complete_steps(publisher.directory)), -1)
+        if held is not None and on_disk < held.step <= step:
+            try:
+                self._write_to_directory(publisher, held, writing)
+            except DamagedFileError as exc:
+                problems.append(str(exc))
+            else:
+                on_disk = held.step
+        if on_disk != step:
             raise SaveError(
                 Explanation(
                     f"Step {step} was not saved: it should be in memory, and is not.",
                     cause="; ".join(problems) or "it could not be written there.",
-                    fix="start again; earlier checkpoints are unharmed.",
+                    fix=f"start again; the directory has step {on_disk}."
+                    if on_disk >= 0
+                    else "start again.",
                 ),
                 step=step,
             )
-        slot = self.slots[held.slot]
+
+    def _write_to_directory(
+        self, publisher: _save.Publisher, held: Held, writing: _save.Writing
+    ) -> None:
+        slot, step = self.slots[held.slot], held.step
         manifest = read_manifest(slot)
         with _directory.unfinished(publisher.directory, step) as folder:
             for name, facts in manifest.files.items():
@@ -391,8 +401,7 @@ class StateMemory:
                 )
             publisher.require_lock(step)
             writing.publish(folder, step)
-        publisher.metrics[step] = manifest.metrics
-        _directory.prune(publisher.directory, publisher.keep, publisher.metrics)
+        publisher.note_published(step, manifest.metrics)
 
 
 def _uses_gpu() -> bool:

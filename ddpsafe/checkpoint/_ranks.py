@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ddpsafe._clock import Deadline
@@ -15,7 +16,6 @@ from ddpsafe.checkpoint import errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
     from pathlib import Path
 
     from torch import nn
@@ -93,9 +93,9 @@ class Ranks(RankGroup):
         """Return the model inside the wrappers of DDP and torch.compile."""
         return self._context.unwrap(model)
 
-    def deadline(self) -> Deadline:
-        """Return the end of a wait that begins now."""
-        return Deadline.after(self.timeout)
+    def deadline(self, longer: timedelta = timedelta(0)) -> Deadline:
+        """Return the end of a wait that begins now, and may take so much longer."""
+        return Deadline.after(self.timeout + longer)
 
     def absence_error(
         self, error_type: Callable[..., E], doing: str, *, cause: str, fix: str

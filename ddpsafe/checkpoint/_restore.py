@@ -113,9 +113,10 @@ def restore(request: RestoreRequest) -> Restored | None:
     ranks, memory = request.ranks, request.memory
     exchange = ranks.begin("restore()")
     held: dict[str, Any] | None = None
+    damaged: list[str] = []
     try:
         if memory is not None and request.step is None:
-            held = memory.held()
+            held, damaged = memory.held()
         own = _directory.list_steps(request.directory)
     except Exception as exc:
         exchange.fail(exc)
@@ -127,6 +128,7 @@ def restore(request: RestoreRequest) -> Restored | None:
                 "host": ranks.host,
                 "step": request.step,
                 "held": held,
+                "damaged": damaged,
                 "node": ranks.of_node[0],
             }
         )
@@ -142,7 +144,7 @@ def restore(request: RestoreRequest) -> Restored | None:
     )
     steps: list[int] = answer["steps"]  # those that every rank sees, newest first
     seen: list[int] = answer["seen"]  # those that at least one rank sees
-    problems: list[str] = []
+    problems: list[str] = answer["damaged"]
     sources: list[tuple[int, Candidate | None]] = [(step, None) for step in steps]
     in_memory = [Candidate.of(plain) for plain in answer["memory"]]  # the newest first
     sources += [(found.held.step, found) for found in in_memory]
@@ -182,7 +184,7 @@ def restore(request: RestoreRequest) -> Restored | None:
                 on_disk=max((other for other in steps if other <= step), default=None),
             )
         problems += answer["problems"]
-    if not sources:
+    if not sources and not problems:
         return None
     # An error, not None: the script would begin at step 0, and days of training would be lost
     # silently.
@@ -235,6 +237,8 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
     common = sorted(set.intersection(*views), reverse=True)
     seen = sorted(set.union(*views), reverse=True)
     by_host = {message.facts["host"]: message.facts["steps"] for message in messages.values()}
+    damaged = [text for message in messages.values() for text in message.facts["damaged"]]
+    found = {"steps": common, "seen": seen, "memory": memory, "damaged": damaged}
     if request.step is not None:
         if request.step not in seen:
             raise missing_step(directory, request.step, others=seen, by_host=by_host)
@@ -247,9 +251,9 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
                 ),
                 steps=by_host,
             )
-        return {"steps": [request.step], "seen": seen, "memory": memory}
+        return {**found, "steps": [request.step]}
     if seen == common:
-        return {"steps": common, "seen": seen, "memory": memory}
+        return found
     lacking = [
         f"rank {rank} on {message.facts['host']} sees {_steps_text(message.facts['steps'])}"
         for rank, message in messages.items()
@@ -270,7 +274,7 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
         f"not every rank sees step {seen[0]} in {directory}; using step {common[0]}, the newest "
         f"that all ranks see ({'; '.join(lacking[:8])})."
     )
-    return {"steps": common, "seen": seen, "memory": memory}
+    return found
 
 
 def missing_step(

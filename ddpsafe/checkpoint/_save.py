@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from ddpsafe.checkpoint._state import Snapshot
 
 # At the deadline a thread may already be publishing, which takes one rename and a few fsyncs.
-_PUBLISH_TIME: Final = timedelta(seconds=1)
+PUBLISH_TIME: Final = timedelta(seconds=1)
 
 _DISK_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _MARGIN_BYTES: Final = 2**20  # room for the manifest, which is not counted
@@ -75,12 +75,29 @@ class Publisher:
         lock: This job's lock on the directory.
         keep: Which checkpoints stay.
         metrics: Metrics of existing checkpoints, as far as they have been read.
+        not_removed: Why old checkpoints could not be removed, since the last warning of it.
     """
 
     directory: Path
     lock: DirectoryLock
     keep: _directory.Keep
     metrics: _directory.Metrics = field(default_factory=dict)
+    not_removed: list[str] = field(default_factory=list)
+
+    def note_published(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Take in a new checkpoint, and remove those that it replaces."""
+        self.metrics[step] = metrics
+        self.not_removed[:] = _directory.prune(self.directory, self.keep, self.metrics)
+
+    def warn_of_not_removed(self) -> None:
+        """Warn that the disk will fill up, once the save itself has succeeded."""
+        if self.not_removed:
+            warn(
+                f"{len(self.not_removed)} checkpoints beyond {self.keep} could not be removed "
+                f"from {self.directory} and will fill up the disk; remove them by hand: "
+                + "; ".join(self.not_removed[:4])
+            )
+            self.not_removed.clear()
 
     def require_lock(self, step: int) -> None:
         """Refuse to publish into a directory that has vanished or that another job has taken over.
@@ -142,7 +159,7 @@ class Writing:
     def __init__(self, ranks: Ranks, step: int, deadline: Deadline, directory: Path | None) -> None:
         self._ranks, self._step, self._deadline = ranks, step, deadline
         self._directory = directory
-        self._given_up = threading.Event()
+        self._given_up, self._is_published = threading.Event(), False
         self._call: BoundedCall[object] | None = None
 
     def start(self, work: Callable[[], object]) -> None:
@@ -153,6 +170,7 @@ class Writing:
         """Make a folder the checkpoint of a step, in the thread, unless the wait for it has ended."""
         if not _directory.publish(folder, step, is_wanted=lambda: not self._given_up.is_set()):
             raise _GivenUpError
+        self._is_published = True
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for the thread, if it was started, until the deadline or for another limit.
@@ -172,7 +190,9 @@ class Writing:
         if not ended:
             self._given_up.set()
             # A thread that is already publishing may still finish.
-            if not call.wait(_PUBLISH_TIME.total_seconds()):
+            if not call.wait(PUBLISH_TIME.total_seconds()):
+                if self._is_published:  # it removes old checkpoints
+                    return
                 raise self._timeout_error()
         try:
             call.result()
@@ -223,7 +243,6 @@ class Save:
         self._deadline = request.ranks.deadline()
         directory = None if request.publisher is None else request.publisher.directory
         self._writing = Writing(request.ranks, self.step, self._deadline, directory)
-        self._not_removed: list[str] = []
         # The exchange in which rank 0 answers next. With shards, the answer to the first exchange is
         # the folder and the answer to the second is the result; without, the first has the result.
         self._answering = first
@@ -273,8 +292,7 @@ class Save:
             # A job that was suspended while it wrote may have lost the lock meanwhile.
             publisher.require_lock(self.step)
             self._writing.publish(folder, self.step)
-        publisher.metrics[self.step] = self._request.metrics
-        self._not_removed = _directory.prune(directory, publisher.keep, publisher.metrics)
+        publisher.note_published(self.step, self._request.metrics)
 
     def _collect_shards(
         self, folder: Path
@@ -330,7 +348,9 @@ class Save:
             # If the step is already saved, `_write_own_shards` has received this answer instead of
             # a folder.
             if self._second is None or self._answering is self._second:
-                self._answering.receive(self._ranks.deadline(), self._absence_error)
+                # Rank 0 may succeed in its last moment.
+                deadline = self._ranks.deadline(2 * PUBLISH_TIME)
+                self._answering.receive(deadline, self._absence_error)
             return
         try:
             self._writing.wait()
@@ -339,13 +359,8 @@ class Save:
             raise
         publisher = self._request.publisher
         self._answering.announce({"saved": publisher is not None})
-        # The disk will fill up. Warn only now that the save has succeeded.
-        if self._not_removed and publisher is not None:
-            warn(
-                f"{len(self._not_removed)} checkpoints beyond {publisher.keep} could not be removed "
-                f"from {publisher.directory} and will fill up the disk; remove them by hand: "
-                + "; ".join(self._not_removed[:4])
-            )
+        if publisher is not None:
+            publisher.warn_of_not_removed()
 
     def abandon(self, limit: timedelta) -> None:
         """Give a save that is nearly written a moment to end, without sending the others anything."""

@@ -209,9 +209,20 @@ class NodeSlots:
         """Return the slot to write to: the one without a state, or with the older one."""
         return self._slots[self._by_age()[0][0]]
 
+    def _damage_of_manifest(self, number: int) -> str:
+        """Return what is wrong with a manifest that was written; a killed writer leaves it empty or cut."""
+        try:
+            read_manifest(self._slots[number])
+        except DamagedFileError as exc:
+            return str(exc) if self._slots[number].path(NAME).read_bytes().endswith(b"}\n") else ""
+        except RestoreError:
+            pass
+        return ""
+
     def newest(self) -> tuple[Held | None, list[str]]:
         """Return the newest state of which every byte is as it was written, and what is damaged."""
-        problems: list[str] = []
+        found = {number: self._damage_of_manifest(number) for number in range(_SLOTS)}
+        damaged = {number: problem for number, problem in found.items() if problem}
         for number, manifest in reversed(self._by_age()):
             if manifest is None:
                 continue
@@ -220,9 +231,10 @@ class NodeSlots:
                     with manifest.open(self._slots[number], name) as file:
                         file.check()
             except DamagedFileError as exc:
-                problems.append(f"step {manifest.step}: {exc}")
-                self._slots[number].clear()  # the next state goes here, and not over the whole one
+                damaged[number] = f"step {manifest.step}: {exc}"
                 continue
+            for other in damaged:  # the next state goes there, and not over the whole one
+                self._slots[other].clear()
             step, attempt = _age_of(manifest)
             content = json.dumps(manifest.model_dump()["files"], sort_keys=True).encode()
             files = {name: facts.size_bytes for name, facts in manifest.files.items()}
@@ -236,8 +248,8 @@ class NodeSlots:
                 slot=number,
                 costs=costs,
             )
-            return held, problems
-        return None, problems
+            return held, [*damaged.values()]
+        return None, [*damaged.values()]
 
     def drop_newer(self, step: int) -> None:
         """Give up states newer than a step: the training was set back to it."""

@@ -21,13 +21,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 import ddpsafe
 from ddpsafe._errors import Explanation
 from ddpsafe._launcher.node_memory import NodeMemory
-from ddpsafe.checkpoint import Checkpointer, PerRank, _checksums, _memory, _save, _slots
+from ddpsafe.checkpoint import Checkpointer, PerRank, _checksums, _directory, _memory, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
 from ddpsafe.checkpoint._memory import StateMemory
 from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
-from ddpsafe.checkpoint.errors import CheckpointWarning, SaveError, SaveTimeoutError
+from ddpsafe.checkpoint.errors import CheckpointWarning, RestoreError, SaveError, SaveTimeoutError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -280,14 +280,95 @@ def test_the_end_of_a_training_waits_only_so_long_for_a_disk(
     tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is in memory only is put into the directory then; storage that does not respond fails that."""
-    responds = threading.Event()
-    monkeypatch.setattr(_memory, "new_file", lambda *_: responds.wait())
+    responds, new_file = threading.Event(), _memory.new_file
+
+    def new_file_at_last(*arguments: Any) -> Any:
+        responds.wait()
+        return new_file(*arguments)
+
+    monkeypatch.setattr(_memory, "new_file", new_file_at_last)
     with keeping(tmp_path, memory, timeout=timedelta(seconds=1)) as checkpointer:
         keep(checkpointer, {"step": 1}, 1)
         with pytest.raises(SaveTimeoutError, match="could not write the checkpoint of step 1"):
             checkpointer.close()
+        (thread,) = [each for each in threading.enumerate() if each.name == "ddpsafe-save-1"]
         responds.set()
+        thread.join()
     assert checkpointer.steps() == []
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_a_last_step_that_memory_did_not_take_is_no_good_end(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch, on_failure: str
+) -> None:
+    """The directory gets the step before it, and the error says so."""
+    with keeping(tmp_path, memory, on_failure=on_failure) as checkpointer:
+        keep(checkpointer, {"step": 1}, 1)
+        monkeypatch.setattr(_save, "write_files", raising(OSError(28, "No space left")))
+        with pytest.warns(CheckpointWarning, match="step 2 was not kept"):
+            keep(checkpointer, {"step": 2}, 2)
+        monkeypatch.undo()
+        said = "Step 2 was not saved.*\n.*\n.*the directory has step 1"
+        with (
+            pytest.warns(CheckpointWarning, match=said)
+            if on_failure == "warn"
+            else pytest.raises(SaveError, match=said)
+        ):
+            checkpointer.close()
+    assert checkpointer.steps() == [1]
+
+
+def test_a_directory_that_cannot_be_listed_at_the_end_fails_the_save_alone(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a stale mount: a training that has ended well must not fail by it."""
+    with keeping(tmp_path, memory, on_failure="warn") as checkpointer:
+        keep(checkpointer, {"step": 1}, 1)
+        monkeypatch.setattr(_directory, "complete_steps", raising(OSError(5, "Input/output error")))
+        with pytest.warns(CheckpointWarning, match="Input/output error"):
+            checkpointer.close()
+
+
+@pytest.mark.parametrize("damaged", [NAME, STATE])
+def test_a_job_whose_states_are_all_damaged_does_not_begin_at_step_0_silently(
+    tmp_path: Path, memory: NodeMemory, damaged: str
+) -> None:
+    """Nothing is in the directory yet. The same in each further attempt."""
+    with keeping(tmp_path, memory) as checkpointer:
+        keep(checkpointer, {"x": torch.arange(100)}, 1, 2)
+    for slot in slots_of(memory, tmp_path)._slots:
+        data = bytearray(slot.path(damaged).read_bytes())
+        data[len(data) // 2] ^= 1
+        slot.path(damaged).write_bytes(data)
+    for _ in range(2):
+        with (
+            keeping(tmp_path, memory) as checkpointer,
+            pytest.warns(CheckpointWarning, match="damaged"),
+            pytest.raises(RestoreError, match="No state in memory can be restored"),
+        ):
+            checkpointer.restore({"x": torch.arange(100)})
+
+
+def test_a_memory_that_was_given_up_is_not_tried_again(
+    tmp_path: Path, memory: NodeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is the directory at each step, when it is full, too."""
+    tried: list[int] = []
+
+    def fail(_: object, __: object, step: int) -> None:
+        tried.append(step)
+        raise OSError(28, "No space left")
+
+    with keeping(tmp_path, memory, every=100, on_failure="warn") as checkpointer:
+        keep(checkpointer, {"x": 0}, 1)
+        lack = {"text": "too little", "needed": 2, "free": 1}
+        monkeypatch.setattr(StateMemory, "_find_lack", lambda *_: lack)
+        monkeypatch.setattr(_save.Writing, "publish", fail)
+        with pytest.warns(CheckpointWarning):
+            keep(checkpointer, {"x": 0}, 2)
+        assert [step for step in range(3, 100) if checkpointer.is_due(step)] == []
+        monkeypatch.undo()
+    assert tried == [2]
 
 
 def test_what_each_rank_keeps_for_itself_counts_when_memory_is_asked_for(
@@ -297,8 +378,11 @@ def test_what_each_rank_keeps_for_itself_counts_when_memory_is_asked_for(
     asked: list[int] = []
     monkeypatch.setattr(StateMemory, "_find_lack", lambda _, length, *__: asked.append(length))
     with keeping(tmp_path, memory) as checkpointer:
-        keep(checkpointer, {"x": PerRank(torch.nn.Linear(1000, 1000))}, 1)
+        for step, world_size in ((1, 1), (2, 3)):
+            monkeypatch.setattr(checkpointer._ranks, "world_size", world_size)
+            keep(checkpointer, {"x": PerRank(torch.nn.Linear(1000, 1000))}, step)
     assert asked[0] > 4 * 10**6
+    assert asked[1] - asked[0] > 8 * 10**6
 
 
 @pytest.mark.parametrize("every", ["auto", timedelta(microseconds=1)])
