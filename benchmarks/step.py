@@ -372,9 +372,9 @@ def rows_of_switched() -> Iterator[str]:
     """Measure within one launch; yield the rows of the table."""
     pairs = [(Step(*on), Step(*off)) for on, off in run("switched")]
     off_s = statistics.median(off.time_s for _, off in pairs)
-    yield f"A step without it took {1000 * off_s:.2f} ms."
+    yield f"A step without ddpsafe took {1000 * off_s:.2f} ms."
     yield ""
-    yield "| with against without | median | 95 % |"
+    yield "| with ddpsafe, against without | median | 95 % |"
     yield "|---|--:|--:|"
     yield f"| time of a step | {Ratio.of([on.time_s / off.time_s for on, off in pairs])} |"
     yield f"| CPU time of a step | {Ratio.of([on.cpu_s / off.cpu_s for on, off in pairs])} |"

@@ -33,13 +33,19 @@ def _logs_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """In a rehearsal, a test has done all it can when it asks for a GPU, or compares what one would say."""
+    """In a rehearsal, skip a test that asked for a GPU, or that found other values than a GPU's, and say which."""
     report = yield
     if REHEARSED and report.failed and call.excinfo is not None:
         mark = item.get_closest_marker("gpu")
         compares = call.excinfo.errisinstance((AssertionError, pytest.fail.Exception))
         text = f"{report.longreprtext} {dict(item.user_properties).get('said')}"
-        if NO_GPU.search(text) or (report.when == "call" and mark and mark.args and compares):
-            report.outcome = "skipped"
-            report.longrepr = (str(Path(__file__)), None, "Skipped: went as far as without a GPU")
+        differs = report.when == "call" and mark and mark.args and compares
+        if asked := NO_GPU.search(text):
+            reason = f"went as far as the line that needs a GPU ({asked[0]})"
+        elif differs:
+            reason = "went as far as it compares what a GPU says"
+        else:
+            return report
+        report.outcome = "skipped"
+        report.longrepr = (str(Path(__file__)), None, f"Skipped: {reason}")
     return report
