@@ -74,7 +74,10 @@ def other_host(directory: Path) -> _lock.Owner:
 @pytest.mark.parametrize(
     "facts",
     [
-        pytest.param({"host": "gpu-07", "boot": "another kernel", "pid": 1}, id="another host"),
+        pytest.param(
+            {"host": "gpu-07", "boot": "another kernel", "pid": 1, "lock": "open file"},
+            id="another host",
+        ),
         # The kernel drops it if its owner closes any descriptor of the file, and lives on.
         pytest.param({"id": "another", "lock": "process"}, id="the lock of a process"),
     ],
