@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -374,11 +374,15 @@ def test_data_loader_workers_of_a_rank_start_as_those_of_a_script(
 
         if __name__ == "__main__":
             options = {"nproc_per_node": 1, "backend": "gloo", "start_method": sys.argv[1]}
+            options["run_dir"] = sys.argv[2]
             print(ddpsafe.launch(train, **options).values[0])
             multiprocessing.set_start_method("spawn", force=True)
             print(ddpsafe.launch(train, **options).values[0])
     """
-    run = scripts.run(tmp_path, source, start_method)
+    run = scripts.run(tmp_path, source, start_method, str(tmp_path / "logs"))
+    if sys.version_info >= (3, 14):  # its default takes neither, and torch says so
+        assert "changed the multiprocessing start method" in run.err
+        return
     assert run.lines() == ["(None, [1, 5])", "spawn"]
 
 
@@ -639,6 +643,9 @@ def test_a_temporary_directory_too_long_for_the_fork_server_is_named(
     """
     monkeypatch.setenv("TMPDIR", str(folder))
     run = scripts.run(tmp_path, source)
+    if hasattr(multiprocessing.util, "_get_base_temp_dir"):  # Python 3.14.10 uses /tmp then
+        assert run.code == 0, run.err
+        return
     assert run.code == 78  # another attempt cannot help
     assert f"the fork server's socket in {folder} has too long a path" in run.err
     assert "set TMPDIR to a short path" in run.err

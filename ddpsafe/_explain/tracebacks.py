@@ -35,7 +35,9 @@ _STARTS: Final = ("Traceback (most recent", "Original Traceback (most")
 _RAISED_AGAIN: Final = re.compile(
     r"^(?:\w+\.)*\w*(?:Error|Exception): Traceback \(most recent call last\):$"
 )
-_IGNORED: Final = re.compile(r"^(?:Exception ignored in|Error in atexit|--- Logging error ---)")
+_IGNORED: Final = re.compile(
+    r"^(?:Exception ignored (?:in|while)|Error in atexit|--- Logging error ---)"
+)
 _EXCEPTION: Final = re.compile(
     r"^(?P<type>(?:[A-Za-z_]\w*\.)*(?:[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Failure|Fault|Timeout)|Exception|(?<=\.)Error))"
     r"(?:: (?P<text>.*)|:?\s*)$"

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from typing import IO, TYPE_CHECKING, Final, TextIO, cast
+from typing import IO, TYPE_CHECKING, Any, Final, TextIO, cast
 
 from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
@@ -121,12 +121,34 @@ class Stacks:
         self._claim = Claim(self._file.fileno())
         faulthandler.register(STACKS_SIGNAL, file=self._file, all_threads=False)
         faulthandler.enable()
+        _stdlib_private.pass_to_children("ddpsafe-stacks", _StacksOfParent(self._logs.stacks))
 
     def show_all(self) -> None:
         """Dump the stacks of all threads; the caller holds the GIL, so their frames do not change."""
         if self._file is not None and self._claim is not None and self._claim.holds():
             self._file.truncate(0)
             faulthandler.dump_traceback(self._file, all_threads=True)
+
+
+class _StacksOfParent:
+    """Has a new interpreter that this rank starts write its stack into the rank's file, too, when asked.
+
+    A forked one inherits that. Since Python 3.14, workers of a DataLoader are new interpreters by default.
+    """
+
+    def __init__(self, path: str, file: TextIO | None = None) -> None:
+        self._path, self._file = path, file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _follow_signal, (self._path,)
+
+
+def _follow_signal(path: str) -> _StacksOfParent:
+    file: TextIO | None = None
+    with contextlib.suppress(OSError):
+        file = open(path, "a", encoding="utf-8")  # noqa: SIM115, PTH123 - open while the process lives
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False)
+    return _StacksOfParent(path, file)
 
 
 def apply_environment(spec: RankSpec) -> None:

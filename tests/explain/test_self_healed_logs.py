@@ -549,7 +549,7 @@ def an_exception_is_ignored(_: Path) -> str:
             Handle()
     finally:
         sys.unraisablehook = before
-    assert "Exception ignored in" in text.getvalue()
+    assert text.getvalue().startswith("Exception ignored ")  # since Python 3.14 "while", not "in"
     return text.getvalue() + STEPS
 
 

@@ -12,8 +12,8 @@ import pytest
 import ddpsafe
 
 
-@pytest.mark.full(but=["torch"])
-@pytest.mark.parametrize("kind", ["ddpsafe", "torch"])
+@pytest.mark.full(but=["torch", "forkserver"])
+@pytest.mark.parametrize("kind", ["ddpsafe", "torch", "forkserver"])
 def test_a_hanging_worker_is_named_with_its_pid_and_line(tmp_path: Path, kind: str) -> None:
     """The rank's own line alone would show only the loop over the loader."""
     with pytest.raises(ddpsafe.LaunchTimeoutError) as caught:

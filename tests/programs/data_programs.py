@@ -672,7 +672,8 @@ def wait_for_a_stuck_worker(ctx: Any, kind: str) -> None:
     dataset = Stuck(16, 5 if ctx.rank == 1 else -1)
     make = data.DataLoader if kind == "ddpsafe" else TorchDataLoader
     sampler = data.DistributedSampler(16, 1, 0, shuffle=False)
-    for _ in make(dataset, 4, sampler=sampler, num_workers=2):
+    context = "forkserver" if kind == "forkserver" else None  # Python 3.14 has it as the default
+    for _ in make(dataset, 4, sampler=sampler, num_workers=2, multiprocessing_context=context):
         pass
     ctx.barrier()
 

@@ -68,6 +68,10 @@ _DDP: Final = "/ddpsafe/_worker/model_check.py"
 _DDP_CHECKS: Final = "check_before_ddp"
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
 _WAITS_FOR_CHILD: Final = ("/subprocess.py", "/multiprocessing/popen_fork.py")
+_OUTERMOST: Final = re.compile(
+    rf'{_RUN_RANK.pattern}|File "<string>", line 1 in <module>$', re.MULTILINE
+)
+"""The end of a worker's stack: a fork has the rank's below its own, a new interpreter is ``python -c``."""
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
 _QUEUES: Final = "multiprocessing/queues.py"
 
@@ -405,20 +409,21 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
     deadline = Deadline.after(_ANSWER_TIMEOUT)
     busy = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
-        # One after another: a forked worker has inherited the rank's signal handler and the file
-        # that it writes to, so all of them write to that one file.
-        for child in psutil.Process(process.pid).children():
+        # One after another: all of them write to the rank's file, which tells whose they are. Those of a fork
+        # server, the default of Python 3.14, are children of the rank's parent, if that is the same server.
+        rank = psutil.Process(process.pid)
+        for child in (rank.parent() or rank).children(recursive=True):
             before = len(_dump_of(process))
-            if not (
+            if child.pid == process.pid or not (
                 _catches_stacks_signal(process, child.pid) and _holds_stacks(process, child.pid)
             ):
                 continue
             os.kill(child.pid, STACKS_SIGNAL)
             answer = ""
-            while not _RUN_RANK.search(answer) and not deadline.expired():
+            while not _OUTERMOST.search(answer) and not deadline.expired():
                 wait([], _POLL_S)
                 answer = _dump_of(process)[before:]
-            frames = _main_thread(answer)
+            frames = _frames_of(_threads_of(answer)[-1])
             ends = [i for i, frame in enumerate(frames) if frame.file.endswith(_WORKER_LOOP)]
             inner = frames[: ends[0]] if ends else []
             if not inner or any(frame.file.endswith(_QUEUES) for frame in inner):
