@@ -134,16 +134,6 @@ def test_json_is_all_of_stdout_and_has_every_finding(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_html_page_loads_no_other_file(tmp_path: Path) -> None:
-    """The HTML file is self-contained, and its text is escaped."""
-    command(tmp_path, "doctor", "--html", "report.html", GLOO_SOCKET_IFNAME="<ib7>")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "DS-NET-001" in page
-    assert "&lt;ib7&gt;" in page
-    assert re.search(r"(src|href)\s*=|@import|url\(|<script", page) is None
-
-
-@pytest.mark.full
 def test_secrets_of_the_environment_are_never_printed(tmp_path: Path) -> None:
     """Not in a fact, a fix or an error, in any format of the report."""
     secret = "hunter2hunter2"

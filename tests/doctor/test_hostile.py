@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from ddpsafe.doctor import Direction, Finding, Matrix, Report, _mesh
 from ddpsafe.doctor._mesh.channel_transport import Client, Server
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.observations import Results, pack, unpack
+from ddpsafe.doctor._mesh.local_node import LocalNode
 from ddpsafe.doctor._mesh.protocol import (
     VERSION,
     Announced,
@@ -235,7 +237,7 @@ def test_text_of_a_report_controls_no_terminal() -> None:
     assert "\\x1b]0;owned\\x07" in text
 
 
-def test_html_page_runs_no_script() -> None:
+def test_html_page_runs_no_script_and_loads_no_other_file() -> None:
     """Every field is escaped everywhere, and the page's policy forbids scripts as well."""
     script = "<script>alert(1)</script>"
     finding = Finding(
@@ -254,7 +256,7 @@ def test_html_page_runs_no_script() -> None:
     failing = replace(finding, severity="failed", fact=ESCAPE)
     report = Report(findings=(failing, healthy), hostname=script, matrix=matrix)
     page = report.to_html()
-    assert "<script" not in page
+    assert re.search(r"(src|href)\s*=|@import|url\(|<script", page) is None
     assert "<svg onload" not in page
     assert "\x1b" not in page
     assert "Content-Security-Policy\" content=\"default-src 'none'" in page
@@ -268,10 +270,15 @@ def free_endpoint() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
-def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding], Matrix]:
-    """Act as an honest node of a job with two nodes."""
+def greeting_of(node_rank: int) -> Greeting:
+    """Return the greeting of a hostile node."""
+    return Greeting(version=VERSION, nnodes=2, node_rank=node_rank, hostname="evil", pid=1, job="")
+
+
+def job_of(endpoint: str, node_rank: int, **asked: Any) -> _mesh.Job:
+    """Return a job with two nodes, as one of them sees it."""
     host, port = split_endpoint(endpoint)
-    job = _mesh.Job(
+    return _mesh.Job(
         nnodes=2,
         node_rank=node_rank,
         host=host,
@@ -284,7 +291,11 @@ def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding]
         collective="skip",
         **asked,
     )
-    return _mesh.examine(job)
+
+
+def examined(endpoint: str, node_rank: int, **asked: Any) -> tuple[list[Finding], Matrix]:
+    """Act as an honest node."""
+    return _mesh.examine(job_of(endpoint, node_rank, **asked))
 
 
 def beside(honest: Callable[[], Any], hostile: Callable[[], Any]) -> Any:
@@ -315,14 +326,7 @@ def test_garbage_from_a_node_is_a_finding(hello: object) -> None:
     endpoint = free_endpoint()
 
     async def join_job() -> None:
-        greeting = Greeting(
-            version=VERSION,
-            nnodes=2,
-            node_rank=1,
-            hostname="evil",
-            pid=1,
-            job="",
-        )
+        greeting = greeting_of(1)
         host, _, port = endpoint.partition(":")
         client = await reach_coordinator(
             host, int(port), greeting, deadline=Deadline.after(SOON), on_trouble=lambda _: None
@@ -357,14 +361,7 @@ def test_garbage_from_node_rank_0_is_a_finding(topic: str, value: object) -> Non
     endpoint = free_endpoint()
 
     async def serve() -> None:
-        own = Greeting(
-            version=VERSION,
-            nnodes=2,
-            node_rank=0,
-            hostname="evil",
-            pid=1,
-            job="",
-        )
+        own = greeting_of(0)
         server = Server(own)
         await server.open(int(endpoint.partition(":")[2]))
         await gather(server, "hello", [1], deadline=Deadline.after(SOON))
@@ -397,26 +394,11 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        from ddpsafe.doctor._mesh.job import Job
-        from ddpsafe.doctor._mesh.local_node import LocalNode
-
-        job = Job(
-            nnodes=2,
-            node_rank=1,
-            host="h0",
-            port=1,
-            interface=None,
-            backend="gloo",
-            timeout=SOON,
-            facts={},
-            on_progress=lambda _: None,
-            collective="skip",
-        )
         contacts = (
             Contact(0, "127.0.0.1", port, "ab", "", "elsewhere"),
             Contact(1, "10.77.0.2", 0, "ab", "", "here"),
         )
-        local_node = LocalNode(job, {})
+        local_node = LocalNode(job_of("h0:1", 1), {})
         told = await local_node.probe(Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0))
         server.close()
         return told

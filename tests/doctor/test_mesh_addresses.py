@@ -11,18 +11,6 @@ TWO_CARDS = {"eth0": "10.77.0", "ib0": "10.88.0"}
 pytestmark = pytest.mark.root
 
 
-@pytest.mark.full
-def test_hostname_on_loopback_is_found_on_every_host(make_hosts: MakeHosts) -> None:
-    """Debian's installer maps the hostname to 127.0.1.1, and gloo announces that."""
-    report = agree(examine(make_hosts(2, hosts_file=names_as_debian)))
-    assert report.codes() == ["DS-MESH-020"]
-    finding = report.one("DS-MESH-020")
-    assert finding["hosts"] == ["h0", "h1"]
-    assert "127.0.1.1" in finding["fact"]
-    assert "export GLOO_SOCKET_IFNAME=eth0    # on every host" in finding["fix"]
-    assert report.ways("open") == {(0, 1), (1, 0)}
-
-
 @pytest.mark.full(but=["{'env': {'GLOO_SOCKET_IFNAME': 'eth0'}}", "{'backend': 'nccl'}"])
 @pytest.mark.parametrize(
     "asked",

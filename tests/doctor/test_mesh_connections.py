@@ -121,33 +121,6 @@ def test_one_blocked_direction_among_four_hosts_is_named(
     require_told_in_time(told, 5)
 
 
-@pytest.mark.full
-def test_one_closed_host_among_sixteen_is_one_finding(make_hosts: MakeHosts) -> None:
-    """Fifteen blocked directions have one cause, and one line repairs it."""
-    network = make_hosts(16)
-    network[5].open_only(PORT)
-    told = examine(network, timeout_s=20)
-    report = agree(told)
-    assert report.codes() == ["DS-MESH-031"]
-    assert "No host can open a connection TO h5 (node rank 5)" in report.one("DS-MESH-031")["fact"]
-    assert report.one("DS-MESH-031")["hosts"] == ["h5"]
-    assert report.ways("open") == {way for way in all_directions(16) if way[1] != 5}
-    require_told_in_time(told, 10)
-
-
-@pytest.mark.full
-def test_host_that_lets_nothing_out_is_one_finding(make_hosts: MakeHosts) -> None:
-    """A host's own outgoing rules are distinguished from the incoming rules of the others."""
-    network = make_hosts(4)
-    for host in network:
-        if host.index != 3:
-            host.refuse_from(network[3])
-    report = agree(examine(network))
-    assert report.codes() == ["DS-MESH-031"]
-    assert report.one("DS-MESH-031")["details"]["shape"] == "from"
-    assert report.one("DS-MESH-031")["hosts"] == ["h3"]
-
-
 def test_copied_rule_repairs_the_connection(make_hosts: MakeHosts) -> None:
     """The lines of the finding, pasted on the hosts they name, open the connection."""
     network = make_hosts(2)

@@ -46,13 +46,18 @@ def test_ranks_of_torchrun_are_examined_over_their_store(make_hosts: MakeHosts) 
 
 
 def start_ranks(
-    network: Network, per_host: int, *, by_node: bool = False, shadow: Path | None = None
+    network: Network,
+    per_host: int,
+    *program: str,
+    by_node: bool = False,
+    shadow: Path | None = None,
 ) -> list[Forked]:
-    """Start ranks with the full preflight, as srun or mpirun --map-by node would.
+    """Start ranks, as srun or mpirun --map-by node would.
 
     Args:
         network: The hosts.
         per_host: The number of ranks on each host.
+        *program: What they run; by default a launch with the full preflight.
         by_node: Whether consecutive ranks are on different hosts.
         shadow: A folder with a stand-in for torch, which the doctor's child processes import
             if the real one does not matter.
@@ -63,7 +68,7 @@ def start_ranks(
         variables["PYTHONPATH"] = str(shadow)
     return [
         host.fork(
-            [PROGRAM, "launch_fully_examined"],
+            [PROGRAM, *(program or ("launch_fully_examined",))],
             env={
                 "RANK": str(
                     local_rank * len(network) + host.index
@@ -131,21 +136,7 @@ def test_automatic_interface_works_where_hostnames_lead_to_loopback(
     """With Debian's /etc/hosts gloo fails; ``interface="auto"`` is enough to fix it."""
     network = make_hosts(2, hosts_file=names_as_debian)
     asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"start": 30}})
-    started = [
-        host.fork(
-            [PROGRAM, "join_and_reduce", asked],
-            env={
-                "RANK": str(host.index),
-                "WORLD_SIZE": "2",
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
-                "MASTER_ADDR": "h0",
-                "MASTER_PORT": "29500",
-            },
-        )
-        for host in network
-    ]
-    for process in started:
+    for process in start_ranks(network, 1, "join_and_reduce", asked):
         out, err = process.communicate(timeout=scripts.LIMIT_S)
         assert process.returncode == 0, err
         assert json.loads(out) == [3.0, "eth0"]

@@ -85,70 +85,50 @@ def test_variable_of_an_unused_library_does_not_matter(
     assert not doctor.run(checks={"NET"}, backend="nccl").healthy
 
 
+IB0: Final = {"env": {"GLOO_SOCKET_IFNAME": "ib0"}}
+# fmt: off
+NETWORKS: Final[dict[str, tuple[str, dict[str, Any], str, str, str, list[str]]]] = {
+    # the host, its variables and fields, the code, its severity, a part of its text, and the lines to copy
+    "an interface that is down": (TWO_NETWORKS + "ip link set ib0 down", IB0,
+        "DS-NET-002", "failed", "ib0, chosen by GLOO_SOCKET_IFNAME, is down", ["ip link set dev ib0 up"]),
+    "an interface without an address": (TWO_NETWORKS + "ip addr flush dev ib0", IB0,
+        "DS-NET-002", "failed", "has no address", []),
+    "an interface that does not lead to the endpoint": (TWO_NETWORKS, {**IB0, **one_of_two("10.77.0.9:29500")},
+        "DS-NET-003", "warning", "eth0 leads to the rendezvous endpoint 10.77.0.9", ["export GLOO_SOCKET_IFNAME=eth0"]),
+    "and the one that does": (TWO_NETWORKS,
+        {"env": {"GLOO_SOCKET_IFNAME": "eth0"}, **one_of_two("10.77.0.9:29500")}, "", "", "", []),
+    "an endpoint without a route": (TWO_NETWORKS, one_of_two("10.99.0.9:29500"), "DS-NET-003", "failed", "no route", []),
+    # smaller than the minimum of IPv6
+    "a small MTU": (TWO_NETWORKS + "ip link set ib0 mtu 1000", {}, "DS-NET-004", "warning", "MTU of ib0 is 1000", []),
+    # the line to copy names the network that leads to the endpoint
+    "several networks of one of two nodes": (TWO_NETWORKS, one_of_two("10.88.0.9:29500"),
+        "DS-NET-005", "warning", "", ["export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME='=ib0'"]),
+    "several networks of a single node": (TWO_NETWORKS, {}, "", "", "", []),
+    # one node needs no IPv6, no default route and no network
+    "loopback alone of one of two nodes": ("", one_of_two("10.77.0.9:29500"), "DS-NET-006", "failed", "", []),
+}
+# fmt: on
+
+
 @needs_namespaces
-def test_interface_that_is_down_or_has_no_address_is_reported() -> None:
-    """The interface that a variable names has to be usable."""
-    down = examine(
-        "NET",
-        host=(TWO_NETWORKS + "ip link set ib0 down"),
-        env={"GLOO_SOCKET_IFNAME": "ib0"},
+@pytest.mark.parametrize("what", NETWORKS)
+def test_interfaces_of_a_host_are_checked(what: str) -> None:
+    """What a variable names, or the routes choose, has to lead to the other nodes."""
+    host, fields, code, severity, says, lines = NETWORKS[what]
+    found = examine("NET", host=host, **fields)
+    if not code:
+        assert found.problems() == []
+        return
+    assert (found.severity(code), says in found.of(code)["fact"]) == (severity, True), found.of(
+        code
     )
-    bare = examine(
-        "NET",
-        host=(TWO_NETWORKS + "ip addr flush dev ib0"),
-        env={"GLOO_SOCKET_IFNAME": "ib0"},
-    )
-    assert "ib0, chosen by GLOO_SOCKET_IFNAME, is down" in down.of("DS-NET-002")["fact"]
-    assert "ip link set dev ib0 up" in lines_to_copy(down.of("DS-NET-002"))
-    assert "has no address" in bare.of("DS-NET-002")["fact"]
+    assert set(lines) <= {*lines_to_copy(found.of(code))}
 
 
 @needs_namespaces
-def test_interface_that_does_not_lead_to_the_endpoint_is_reported() -> None:
-    """The line to copy names the one that does."""
-    there = TWO_NETWORKS
-    fields = one_of_two("10.77.0.9:29500")
-    found = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "ib0"}, **fields)
-    assert "eth0 leads to the rendezvous endpoint 10.77.0.9" in found.of("DS-NET-003")["fact"]
-    assert found.severity("DS-NET-003") == "warning"
-    assert lines_to_copy(found.of("DS-NET-003")) == ["export GLOO_SOCKET_IFNAME=eth0"]
-    right = examine("NET", host=there, env={"GLOO_SOCKET_IFNAME": "eth0"}, **fields)
-    assert right.problems() == []
-
-
-@needs_namespaces
-def test_endpoint_without_a_route_fails() -> None:
-    """A host that is only in other networks cannot connect."""
-    found = examine("NET", host=(TWO_NETWORKS), **one_of_two("10.99.0.9:29500"))
-    assert found.severity("DS-NET-003") == "failed"
-    assert "no route" in found.of("DS-NET-003")["fact"]
-
-
-@needs_namespaces
-def test_small_mtu_is_reported() -> None:
-    """An MTU below the minimum of IPv6 is suspicious."""
-    found = examine("NET", host=(TWO_NETWORKS + "ip link set ib0 mtu 1000"))
-    assert "MTU of ib0 is 1000" in found.of("DS-NET-004")["fact"]
-
-
-@needs_namespaces
-def test_several_networks_are_reported_only_with_several_nodes() -> None:
-    """The line to copy names the network that leads to the rendezvous endpoint."""
-    there = TWO_NETWORKS
-    found = examine("NET", host=there, **one_of_two("10.88.0.9:29500"))
-    assert lines_to_copy(found.of("DS-NET-005")) == [
-        "export GLOO_SOCKET_IFNAME=ib0 NCCL_SOCKET_IFNAME='=ib0'"
-    ]
-    assert examine("NET", host=there).problems() == []
-
-
-@needs_namespaces
-def test_host_with_only_loopback_is_healthy_only_as_a_single_node() -> None:
-    """One node needs no IPv6, no default route and no network."""
-    alone = examine("NET", "NAME", "PORT", host=(""))
-    among = examine("NET", host=(""), **one_of_two("10.77.0.9:29500"))
-    assert alone.problems() == []
-    assert among.severity("DS-NET-006") == "failed"
+def test_host_with_only_loopback_is_healthy_as_a_single_node() -> None:
+    """It needs no IPv6, no default route and no network."""
+    assert examine("NET", "NAME", "PORT", host="").problems() == []
 
 
 @needs_namespaces
@@ -302,7 +282,7 @@ def test_fingerprint_has_networks_and_versions_and_no_secret(tmp_path: Path) -> 
     torch.mkdir()
     (torch / "__init__.py").touch()
     # As in a build for CUDA, whose version need not have it.
-    (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda: Optional[str] = '13.0'\n")
+    (torch / "version.py").write_text("__version__ = '2.13.0'\ncuda: str | None = '13.0'\n")
     env = {
         "NCCL_PASSWORD": "correct-horse",
         "NCCL_NET_PLUGIN": "https://user:battery@host/x",

@@ -120,26 +120,13 @@ def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     """The healthy hosts that listen get no lines to paste."""
     network = make_hosts(3)
     state = "ct state established,related accept" if stateful else "tcp sport 29500 accept"
-    network[2].run(
-        "nft",
-        "-f",
-        "-",
-        given=f"""
-        table inet guard {{
-        chain out {{
-            type filter hook output priority 0; policy drop;
-            oif lo accept
-            {state}
-            meta l4proto {{ icmp, ipv6-icmp }} accept
-            tcp dport 29500 accept
-        }}
-        }}
-        """,
-    )
+    icmp, endpoint = "meta l4proto { icmp, ipv6-icmp } accept", "tcp dport 29500 accept"
+    rules = filtered("output", "oif lo accept", state, icmp, endpoint, policy="drop")
+    network[2].run("nft", "-f", "-", given=rules)
     report = diagnose(network, no_variables(network))
     assert report.codes() == ["DS-MESH-031"]
     finding = report.one("DS-MESH-031")
-    assert "inet guard out" in finding["cause"]
+    assert "inet guard output" in finding["cause"]
     assert "# on h0" not in finding["fix"]
     assert "# on h1" not in finding["fix"]
     require_repair(network, no_variables(network), "DS-MESH-031")
@@ -151,20 +138,12 @@ def test_stateless_port_filter_is_opened_on_its_host(
     """Both directions fail, as answers are dropped too; the host without a filter gets no lines."""
     network = make_hosts(2)
     source = network[1].address()
-    network[0].run(
-        "nft",
-        "-f",
-        "-",
-        given=f"""
-        table inet filter {{
-        chain input {{
-            type filter hook input priority 0; policy accept;
-            ip saddr {source} tcp dport 29500 accept
-            ip saddr {source} tcp dport > 1024 drop
-        }}
-        }}
-        """,
+    rules = filtered(
+        "input",
+        f"ip saddr {source} tcp dport 29500 accept",
+        f"ip saddr {source} tcp dport > 1024 drop",
     )
+    network[0].run("nft", "-f", "-", given=rules)
     report = diagnose(network, no_variables(network))
     assert all("# on h1" not in each["fix"] for each in report.findings)
     require_repair(network, no_variables(network), *report.codes())
@@ -213,19 +192,8 @@ def test_variable_that_is_set_on_some_hosts_only_is_a_warning(make_hosts: MakeHo
 def test_packet_loss_is_reported_with_its_share(make_hosts: MakeHosts) -> None:
     """Connections hold and nothing is closed: neither a port nor a version is the cause."""
     network = make_hosts(3)
-    network[1].run(
-        "nft",
-        "-f",
-        "-",
-        given="""
-        table inet lossy {
-        chain input {
-            type filter hook input priority 0; policy accept;
-            iifname eth0 numgen random mod 100 < 12 drop
-        }
-        }
-        """,
-    )
+    rules = filtered("input", "iifname eth0 numgen random mod 100 < 12 drop")
+    network[1].run("nft", "-f", "-", given=rules)
     report = diagnose(network, no_variables(network))
     assert report.codes() == ["DS-MESH-037"], [each["fact"] for each in report.findings]
     finding = report.one("DS-MESH-037")
@@ -332,12 +300,8 @@ def test_names_whose_ipv6_is_dropped_are_repaired(make_hosts: MakeHosts) -> None
     network = make_hosts(3, hosts_file=both)
     for host in network:
         host.shell(f"ip -6 addr add fd00:77::{host.index + 1}/64 dev eth0 nodad")
-        host.run(
-            "nft",
-            "-f",
-            "-",
-            given=filtered("input", "meta nfproto ipv6 meta l4proto tcp drop"),
-        )
+        rules = filtered("input", "meta nfproto ipv6 meta l4proto tcp drop")
+        host.run("nft", "-f", "-", given=rules)
     # The network drops it, so no host can see a filter.
     env = no_variables(network)
     codes = paste_until_healthy(network, env)

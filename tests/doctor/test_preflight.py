@@ -6,8 +6,8 @@ import json
 import logging
 import pickle
 import time
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import launch_programs as programs
 import machine
@@ -113,7 +113,7 @@ def test_warning_is_one_line_of_the_log(
     (line,) = caplog.messages
     assert line.startswith("DS-PATH-006: TMPDIR=")
     assert "\n" not in line
-    second = World(**{**_fields(world), "rank": 1, "local_rank": 1, "local_world_size": 2})
+    second = replace(world, rank=1, local_rank=1, local_world_size=2)
     require_ready_to_join(ddpsafe.LaunchConfig(), second)
     assert len(caplog.messages) == 1
 
@@ -128,10 +128,6 @@ def test_commands_of_a_warning_stay_apart_on_its_line(caplog: pytest.LogCaptureF
         "DS-PATH-004: /data has only 3 MiB free. What to do: See what fills it: "
         f"du -xh /data | tail ; export DDPSAFE_RUN_DIR=/path ({found.page})"
     )
-
-
-def _fields(world: World) -> dict[str, Any]:
-    return {name: getattr(world, name) for name in World.__dataclass_fields__}
 
 
 def test_full_preflight_of_one_node_includes_the_slow_checks(
