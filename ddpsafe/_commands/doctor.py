@@ -24,7 +24,7 @@ from ddpsafe._job.secret import find_job_secret
 from ddpsafe._text import printable
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
-from ddpsafe.doctor._codes import CODES, read_page
+from ddpsafe.doctor._codes import find_pages
 from ddpsafe.doctor._findings import AreaStep
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def examine(options: Namespace) -> int:
 
 def _explain(code: str) -> int:
     """Print the page of a finding."""
-    page = read_page(code.upper())
-    if page is None:
-        near = find_near(code.upper(), list(CODES))
-        hint = f" Did you mean {near}?" if near else f" Codes look like {next(iter(CODES))}."
+    pages = find_pages()
+    if code.upper() not in pages:
+        near = find_near(code.upper(), pages)
+        hint = f" Did you mean {near}?" if near else " Codes look like DS-ENV-001."
         complain(f"--explain: there is no finding {code!r}.{hint}")
         return USAGE
-    say(page.rstrip())
+    say(pages[code.upper()].read_text(encoding="utf-8").rstrip())
     return HEALTHY
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from ddpsafe.doctor._codes import CODES
 from ddpsafe.doctor._findings import Finding, failed, to_copy, warning
 from ddpsafe.doctor._mesh.findings.fixes import mtu_lines
 
@@ -94,15 +93,6 @@ def _set_line(variable: Difference) -> str:
     return f"export {variable.name}={shlex.quote(variable.usual)}"
 
 
-def _port_line(port: Difference) -> str:
-    return f"ibstat {port.name.replace(':', ' ')}    # elsewhere {_show(port.usual)}"
-
-
-def _breaks_versions(_: Results, differences: Sequence[Difference]) -> bool:
-    """Return whether ranks with these versions cannot communicate."""
-    return any(version.name in ("torch", "nccl", "ddpsafe") for version in differences)
-
-
 def _breaks_infiniband(results: Results, _: Sequence[Difference]) -> bool:
     """Return whether some hosts have an active port and others none, where NCCL would use it."""
     # NCCL of a host without an active port uses TCP, and does not meet the others.
@@ -121,6 +111,7 @@ class _Comparison:
 
     Attributes:
         code: The code of the finding.
+        title: How its fact begins.
         sections: The sections of the facts.
         cause: The most likely cause.
         fix: What to do.
@@ -129,6 +120,7 @@ class _Comparison:
     """
 
     code: str
+    title: str
     sections: tuple[str, ...]
     cause: str
     fix: str
@@ -139,14 +131,19 @@ class _Comparison:
 _COMPARISONS: Final = (
     _Comparison(
         code="DS-MESH-040",
+        title="Versions differ between hosts",
         sections=("versions", "driver"),
         cause="the hosts have different virtual environments, images or drivers.",
         fix="Install the same on every host, e.g. from one lock file; on the host that differs:",
         line=_install_line,
-        breaks=_breaks_versions,
+        # Ranks with other versions of these cannot communicate.
+        breaks=lambda _, differences: any(
+            version.name in ("torch", "nccl", "ddpsafe") for version in differences
+        ),
     ),
     _Comparison(
         code="DS-MESH-041",
+        title="Environment variables differ between hosts",
         sections=("env",),
         cause="a variable was set in one shell, or in a start-up file of one host.",
         fix="Set it to the same value on every host; on the host that differs:",
@@ -155,15 +152,19 @@ _COMPARISONS: Final = (
     ),
     _Comparison(
         code="DS-MESH-047",
+        title="InfiniBand ports differ between hosts",
         sections=("infiniband",),
         cause="a cable, a switch port, the subnet manager or a driver: NCCL uses the ports that are active.",
         fix="Make the ports of all hosts equal, or name the same ones in NCCL_IB_HCA; on the host that "
         "differs:",
-        line=_port_line,
+        line=lambda port: (
+            f"ibstat {port.name.replace(':', ' ')}    # elsewhere {_show(port.usual)}"
+        ),
         breaks=_breaks_infiniband,
     ),
     _Comparison(
         code="DS-MESH-044",
+        title="Data differ between hosts",
         sections=("data_paths",),
         cause="a copy is incomplete or old, or a mount is missing and its empty mount point shows.",
         fix="Compare the directory with that of a correct host; on the host that differs:",
@@ -171,6 +172,7 @@ _COMPARISONS: Final = (
     ),
     _Comparison(
         code="DS-MESH-045",
+        title="Hosts differ",
         sections=("config",),
         cause="the job was started with other arguments on one host.",
         fix="Start it with the same arguments on every host.",
@@ -209,7 +211,7 @@ def _different(
     breaks = comparison.breaks(results, differences)
     return (failed if breaks else warning)(
         comparison.code,
-        f"{CODES[comparison.code]}: {'; '.join(named)}.",
+        f"{comparison.title}: {'; '.join(named)}.",
         cause=comparison.cause,
         fix=to_copy(comparison.fix, *lines),
         hosts=results.hostnames(rank for difference in differences for rank in difference.odd),
