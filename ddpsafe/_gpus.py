@@ -526,23 +526,31 @@ def read_use() -> dict[int, GpuUse]:
     return _query_driver(read) or {}
 
 
-def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
-    def find(query: Callable[[], T]) -> T | None:
-        with contextlib.suppress(Exception):  # not every GPU and driver supports every query
-            return query()
-        return None
+def find_reading(query: Callable[[], T]) -> T | None:
+    """Return the result of a query of the driver; None if this GPU or driver does not support it."""
+    with contextlib.suppress(Exception):
+        return query()
+    return None
 
-    memory = find(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+
+def _read_gpu(nvml: Any, index: int, handle: Any) -> GpuReading:
+    memory = find_reading(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     # The second function is the older name.
-    slowdowns = find(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
+    slowdowns = find_reading(lambda: int(nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)))
     if slowdowns is None:
-        slowdowns = find(lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)))
+        slowdowns = find_reading(
+            lambda: int(nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
+        )
     return GpuReading(
         index=index,
-        sm_mhz=find(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        max_sm_mhz=find(lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        sm_mhz=find_reading(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
+        max_sm_mhz=find_reading(
+            lambda: int(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
+        ),
         slowdowns=slowdowns,
-        celsius=find(lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))),
+        celsius=find_reading(
+            lambda: int(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU))
+        ),
         used_bytes=None if memory is None else int(memory.used),
         total_bytes=None if memory is None else int(memory.total),
     )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import platform
-import re
 from importlib import metadata
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall
+from ddpsafe._gpus import read_build
 from ddpsafe._secrets import Mask, hide_value
 from ddpsafe.doctor._checks.storage import find_storage
 from ddpsafe.doctor._subject import environment_of
@@ -21,6 +19,8 @@ from ddpsafe.doctor._system.infiniband import list_ports
 from ddpsafe.doctor._system.nvidia import read_driver
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ddpsafe._config import LaunchConfig
 
 _PACKAGES: Final = ("torch", "ddpsafe", "numpy", "torchvision", "cloudpickle")
@@ -78,21 +78,10 @@ def _versions() -> dict[str, str]:
         name = str(dist.metadata["Name"] or "")
         if name.startswith("nvidia-nccl-"):
             versions["nccl"] = dist.version
-    if cuda := _cuda_of_torch():
-        versions["cuda"] = cuda
+    # The version of a torch from PyPI does not show the CUDA version that it is built for.
+    if cuda := read_build().get("cuda"):
+        versions["cuda"] = str(cuda)
     return versions
-
-
-def _cuda_of_torch() -> str | None:
-    """Return the CUDA version that torch is built for."""
-    # The versions of torch on PyPI do not show it.
-    spec = importlib.util.find_spec("torch")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        with contextlib.suppress(OSError):
-            text = Path(folder, "version.py").read_text(encoding="utf-8")
-            if match := re.search(r"^cuda\b[^=]*=\s*['\"](.+?)['\"]", text, re.MULTILINE):
-                return match[1]
-    return None
 
 
 def _data_path(path: Path) -> dict[str, object]:

@@ -6,12 +6,9 @@ import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ddpsafe._gpus import open_driver
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from ddpsafe._gpus import find_reading, open_driver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,17 +99,17 @@ def find_unlinked() -> list[tuple[int, int]]:
 
 def _health(nvml: Any, index: int) -> Health:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
-    memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
-    processes = _query(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
-    remapped = _query(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
+    memory = find_reading(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+    processes = find_reading(lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)) or []
+    remapped = find_reading(lambda: nvml.nvmlDeviceGetRemappedRows(handle))
     return Health(
         index=index,
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        compute_mode=_query(lambda: int(nvml.nvmlDeviceGetComputeMode(handle))),
+        compute_mode=find_reading(lambda: int(nvml.nvmlDeviceGetComputeMode(handle))),
         total_bytes=None if memory is None else int(memory.total),
         used_bytes=None if memory is None else int(memory.used),
         pids=tuple(process.pid for process in processes),
-        uncorrected_errors=_query(
+        uncorrected_errors=find_reading(
             lambda: int(
                 nvml.nvmlDeviceGetTotalEccErrors(
                     handle, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
@@ -122,13 +119,6 @@ def _health(nvml: Any, index: int) -> Health:
         # The tuple is (correctable, uncorrectable, pending, failed).
         remapping=None if remapped is None else bool(remapped[2] or remapped[3]),
     )
-
-
-def _query(call: Callable[[], Any]) -> Any:
-    """Return the result of an NVML call, or None: not every GPU supports every query."""
-    with contextlib.suppress(Exception):
-        return call()
-    return None
 
 
 def _text(value: str | bytes) -> str:
