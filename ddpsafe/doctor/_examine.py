@@ -7,7 +7,7 @@ import logging
 import socket
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, get_args
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
@@ -17,7 +17,7 @@ from ddpsafe._host import count_cores
 from ddpsafe._job.secret import find_job_secret
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._checks import all_checks, launch_checks
-from ddpsafe.doctor._findings import AreaStep, Report, failed, masked, warning, worst_first
+from ddpsafe.doctor._findings import AreaStep, Report, Severity, failed, masked, warning
 from ddpsafe.doctor._subject import Subject, environment_of, find_place
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
@@ -263,8 +263,10 @@ def _report(
     findings: list[Finding], matrix: Matrix | None, env: Mapping[str, str], began: Deadline
 ) -> Report:
     mask = Mask.of(env)
+    severities = get_args(Severity)
+    worst_first = sorted(findings, key=lambda finding: severities.index(finding.severity))
     return Report(
-        findings=worst_first([masked(finding, mask) for finding in findings]),
+        findings=tuple(masked(finding, mask) for finding in worst_first),
         hostname=socket.gethostname(),
         matrix=matrix,
         took_s=began.waited_s(),
@@ -279,17 +281,14 @@ def _resolve(
     except ConfigError as error:
         if config is not None or fields:
             raise
+        first, *others = error.problems
+        unreadable = failed(
+            "DS-ENV-007",
+            f"The configuration cannot be read: {' '.join(str(first).split())}",
+            cause="a DDPSAFE_* variable or [tool.ddpsafe] in the pyproject.toml of this directory.",
+            fix="Correct it as described above"
+            + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
+            problems=[str(problem) for problem in error.problems],
+        )
         # The defaults, so that the checks of the machine run all the same.
-        return LaunchConfig.model_construct(), [_unreadable(error)]
-
-
-def _unreadable(error: ConfigError) -> Finding:
-    first, *others = error.problems
-    return failed(
-        "DS-ENV-007",
-        f"The configuration cannot be read: {' '.join(str(first).split())}",
-        cause="a DDPSAFE_* variable or [tool.ddpsafe] in the pyproject.toml of this directory.",
-        fix="Correct it as described above"
-        + (f", and {len(others)} more: `ddpsafe config` lists them all." if others else "."),
-        problems=[str(problem) for problem in error.problems],
-    )
+        return LaunchConfig.model_construct(), [unreadable]

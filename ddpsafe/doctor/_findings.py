@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._text import printable
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Severity = Literal["ok", "warning", "failed"]
+Severity = Literal["failed", "warning", "ok"]
+"""The worst first."""
 
 
 class AreaStep(str):
@@ -150,9 +151,6 @@ class Matrix:
     directions: tuple[Direction, ...]
 
 
-_SEVERITY_ORDER: Final[dict[Severity, int]] = {"failed": 0, "warning": 1, "ok": 2}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """The doctor's report.
@@ -202,11 +200,6 @@ class Report:
         from ddpsafe.doctor._html import draw
 
         return draw(self)
-
-
-def worst_first(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Sort findings by severity, otherwise keeping the order of the checks."""
-    return tuple(sorted(findings, key=lambda finding: _SEVERITY_ORDER[finding.severity]))
 
 
 def masked(finding: Finding, mask: Mask) -> Finding:

@@ -11,18 +11,19 @@ them (`findings`), so the findings are the same everywhere.
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
+from ddpsafe._host import listener_text
 from ddpsafe.doctor._mesh.all_reduce import LONGEST
 from ddpsafe.doctor._mesh.examination import (
     MESH,
     Coordinator,
     EndpointServer,
     OtherCoordinatorError,
-    owner_of,
     participate,
     wait_for_results,
 )
@@ -86,7 +87,6 @@ def examine_at_store(job: Job, store: Keys) -> Examined:
     return _run(_examine_over_store(replace(job, collective="skip", at_store=True), store))
 
 
-_RESOLVE_LIMIT: Final = timedelta(seconds=2)
 _REJOIN_LIMIT: Final = timedelta(seconds=4)
 
 
@@ -94,9 +94,8 @@ async def _examine_over_store(job: Job, store: Keys) -> Examined:
     """Examine over a torch store that all nodes share."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
     local_node = LocalNode(job, job.env())
-    addresses = await find_addresses(job.host, job.port, deadline=Deadline.after(_RESOLVE_LIMIT))
     try:
-        own = await local_node.introduce(addresses)
+        own = await local_node.introduce(await find_addresses(job.host, job.port))
         if job.node_rank == 0:
             return await Coordinator(job, transport, local_node).coordinate(own)
         return await participate(job, transport, local_node, own)
@@ -111,12 +110,12 @@ async def _serve(job: Job) -> Examined:
     try:
         await at_endpoint.open()
     except OSError as exc:
-        return [cannot_serve(exc, port=job.port, owner=owner_of(job.port))], job.empty_matrix()
+        owner = listener_text(job.port)  # empty if this user may not see it
+        owner = owner and f"; {owner} on {socket.gethostname()} uses it"
+        return [cannot_serve(exc, port=job.port, owner=owner)], job.empty_matrix()
     coordinator = Coordinator(job, at_endpoint.server, local_node, at_endpoint=at_endpoint)
     try:
-        addresses = await find_addresses(
-            job.host, job.port, deadline=Deadline.after(_RESOLVE_LIMIT)
-        )
+        addresses = await find_addresses(job.host, job.port)
         return await coordinator.coordinate(await local_node.introduce(addresses))
     except OtherCoordinatorError:
         pass  # it takes part there instead, so that all nodes end with the same findings

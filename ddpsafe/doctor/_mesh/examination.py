@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from ddpsafe._clock import Deadline
-from ddpsafe._host import listener_text
 from ddpsafe._job.channel import from_json
 from ddpsafe.doctor._mesh import all_reduce
 from ddpsafe.doctor._mesh.channel_transport import Server
@@ -108,17 +106,11 @@ class EndpointServer:
         await self.server.close()
 
 
-def owner_of(port: int) -> str:
-    """Return the end of a message: the process that listens on a port, if this user may see it."""
-    owner = listener_text(port)
-    return owner and f"; {owner} on {socket.gethostname()} uses it"
-
-
 T = TypeVar("T")
 
 MESH: Final = timedelta(seconds=CONNECT_S + ANSWER_S + 8.0)
 """How long nodes may take to report on their connections. This is for slow nodes: the loss of a node
-is noticed within 6 s (`notice_loss`)."""
+is noticed within 6 s."""
 
 _TICK_S: Final = 0.5
 _REJOIN_GRACE_S: Final = 2.0
@@ -252,7 +244,11 @@ class Coordinator:
         only_closed = self._job.nnodes > EVERY_PAIR
         if only_closed:
             # Results go to every node, and the open directions would make them too large.
-            reports = {rank: _without_open(report) for rank, report in reports.items()}
+            for rank, report in [*reports.items()]:
+                kept = (
+                    each for each in report.dialled if each.result != "open" or each.path_mtu_bytes
+                )
+                reports[rank] = replace(report, dialled=tuple(kept))
         at_endpoint = self._at_endpoint
         obstacle, other_coordinator = (None, "") if at_endpoint is None else at_endpoint.leads_to()
         peers = {}
@@ -293,13 +289,6 @@ class Coordinator:
             else:
                 messages[rank] = message
         return messages
-
-
-def _without_open(report: NodeReport) -> NodeReport:
-    kept = tuple(
-        dialled for dialled in report.dialled if dialled.result != "open" or dialled.path_mtu_bytes
-    )
-    return replace(report, dialled=kept)
 
 
 # Node rank 0 started its wait at a different time, and needs time to gather and compare.

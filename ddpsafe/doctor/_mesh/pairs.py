@@ -42,7 +42,10 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
     # Not a secret: the pattern just must not coincide with that of a network.
     distances = random.Random(seed).sample(range(1, count // 2), _RANDOM_STEPS)  # noqa: S311
     steps = [step for distance in distances for step in (distance, -distance)]
-    members = _members(networks)
+    by_network: dict[Hashable, list[int]] = defaultdict(list)
+    for node, network in enumerate(networks):
+        by_network[network].append(node)
+    members = sorted(by_network.values(), key=len, reverse=True)[:_NETWORK_TARGETS]
     plan = []
     for node in range(count):
         # The others in this node's row and column, with all nodes arranged in a square: a column reaches
@@ -66,10 +69,3 @@ def plan_targets(networks: Sequence[Hashable], *, seed: int) -> list[list[int]]:
         targets.pop(node, None)
         plan.append(list(targets))
     return plan
-
-
-def _members(networks: Sequence[Hashable]) -> list[list[int]]:
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for node, network in enumerate(networks):
-        members[network].append(node)
-    return sorted(members.values(), key=len, reverse=True)[:_NETWORK_TARGETS]

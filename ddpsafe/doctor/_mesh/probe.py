@@ -326,13 +326,11 @@ class _Dial:
                 latency_s=latency_s,
                 bandwidth_bytes_per_s=max(round(arrived / took_s), measured or 0),
             )
-        return self._large_lost(connection)._replace(latency_s=latency_s)
-
-    def _large_lost(self, connection: socket.socket) -> Dialled:
+        lost = self._outcome("large-lost")._replace(latency_s=latency_s)
         state = find_tcp_state(connection)
         if state is None:
-            return self._outcome("large-lost")
-        return self._outcome("large-lost")._replace(
+            return lost
+        return lost._replace(
             retransmits=state.retransmits,
             segment_bytes=state.segment_bytes,
             path_mtu_bytes=state.path_mtu_bytes,

@@ -125,16 +125,10 @@ async def _try(
         addresses = await resolve(host, port, deadline=deadline)
         client, answer = await greet(addresses, port, greeting, secret=secret, deadline=deadline)
     except (OSError, UnicodeError, RefusedError) as exc:
-        return _obstacle_of(exc, addresses)
+        reason, said = trouble_of(exc)
+        is_own = reason == "refused" and addresses and all(map(is_loopback, addresses))
+        return Obstacle(trouble="loopback" if is_own else reason, said=said, addresses=addresses)
     return client, answer, addresses
-
-
-def _obstacle_of(exc: Exception, addresses: tuple[str, ...]) -> Obstacle:
-    reason, said = trouble_of(exc)
-    trouble: Trouble = reason
-    if reason == "refused" and addresses and all(map(is_loopback, addresses)):
-        trouble = "loopback"
-    return Obstacle(trouble=trouble, said=said, addresses=addresses)
 
 
 def _refusal_of(answer: Answer, rejected: Rejected, addresses: tuple[str, ...]) -> Obstacle:
@@ -222,9 +216,9 @@ async def find_answer(
     return answer
 
 
-async def find_addresses(host: str, port: int, *, deadline: Deadline) -> tuple[str, ...]:
-    """Return the addresses of the endpoint's host; none if it cannot be resolved."""
+async def find_addresses(host: str, port: int) -> tuple[str, ...]:
+    """Return the addresses of the endpoint's host; none if it cannot be resolved within 2 s."""
     try:
-        return await resolve(host, port, deadline=deadline)
+        return await resolve(host, port, deadline=Deadline.after(timedelta(seconds=2)))
     except (OSError, UnicodeError):
         return ()

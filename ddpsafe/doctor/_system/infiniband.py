@@ -15,14 +15,12 @@ class Port:
 
     Attributes:
         device: Its device, such as ``mlx5_0``.
-        number: Its number there, from 1.
         state: ``ACTIVE``, the only state in which it carries data, or ``DOWN``, ``INIT``, ``ARMED``.
         rate: Such as ``200 Gb/sec (4X HDR)``.
         layer: ``InfiniBand``, or ``Ethernet`` with RoCE.
     """
 
     device: str
-    number: int
     state: str
     rate: str
     layer: str
@@ -46,7 +44,6 @@ def list_ports() -> dict[str, Port]:
         state, rate, layer = (_read(folder / name) for name in ("state", "rate", "link_layer"))
         ports[f"{device}:{number}"] = Port(
             device=device,
-            number=int(number),
             state=state.rpartition(":")[2].strip(),
             rate=rate,
             layer=layer,

@@ -157,7 +157,8 @@ def _same_address(results: Results, duplicate: Mapping[str, list[int]]) -> Findi
         if results.nodes[rank].announced.address in duplicate
     ]
     spare = [
-        f"ip addr del {_with_prefix(node, address)} dev {shlex.quote(name)}    # on {node.hostname}"
+        f"ip addr del {address}/{table[address].partition('/')[2]} dev {shlex.quote(name)}"
+        f"    # on {node.hostname}"
         for address, ranks in duplicate.items()
         for node in (results.nodes[rank] for rank in ranks)
         for name, table in node.interfaces.items()
@@ -196,11 +197,6 @@ def _shadowed(results: Results, rank: int, other: int) -> Finding:
         hosts=(peer.hostname, node.hostname),
         addresses={peer.address: [rank, other]},
     )
-
-
-def _with_prefix(node: Node, address: str) -> str:
-    network = next(table[address] for table in node.interfaces.values() if address in table)
-    return f"{address}/{network.partition('/')[2]}"
 
 
 def _translated(results: Results) -> Finding:
