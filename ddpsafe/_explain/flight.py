@@ -157,18 +157,23 @@ class FlightRecordings:
     ) -> RecordedFailure | None:
         # gloo's dumps give the default group, "0", an empty name.
         members = self._members.get(group) or (group == "0" and self._members.get("")) or set(calls)
-        mismatch = _find_mismatch(group, calls)
-        if mismatch is not None:
+        mismatch, stuck = _find_mismatch(group, calls), _first_stuck(calls)
+        if mismatch is not None or stuck == _NEVER:
             return mismatch
-        stuck = _first_stuck(calls)
-        if stuck == _NEVER:
-            return None
         inside = {rank: own[stuck] for rank, own in calls.items() if stuck in own}
         # A rank with a later call has completed this one, even if its ring buffer dropped the call.
         missing = {
             rank for rank in members & self._dumped if max(calls.get(rank, {}), default=0) < stuck
         }
-        silent = members - self._dumped
+        queued = {rank for rank, entry in inside.items() if entry.state == "scheduled"}
+        if missing:
+            code, awaited = "FLIGHT-missing", missing
+        elif silent := members - self._dumped:
+            code, awaited = "FLIGHT-no-dump", silent
+        elif queued and len(queued) < len(inside):
+            code, awaited = "FLIGHT-not-started", queued
+        else:
+            code, awaited = "FLIGHT-stuck", set()
         call = next(iter(inside.values()))
         waiting = sorted(rank for rank, entry in inside.items() if entry.state != "completed")
         facts = {
@@ -179,37 +184,19 @@ class FlightRecordings:
         evidence = [
             (entry.record, f"rank {rank}: {entry}") for rank, entry in sorted(inside.items())
         ]
+        if awaited:
+            facts["missing"] = ranks_text(sorted(awaited))
         if missing:
-            last = [
+            evidence[:0] = [
                 (own[max(own)].record, f"rank {rank}, its last: {own[max(own)]}")
                 for rank in sorted(missing)
                 if (own := calls.get(rank))
             ]
-            facts["missing"] = ranks_text(sorted(missing))
-            code = "FLIGHT-missing"
-            return RecordedFailure(
-                code=code,
-                facts=facts,
-                rank=min(missing),
-                evidence=(last + evidence)[:_MAX_EVIDENCE],
-            )
-        if silent:
-            facts["missing"] = ranks_text(sorted(silent))
-            code = "FLIGHT-no-dump"
-            return RecordedFailure(
-                code=code, facts=facts, rank=min(silent), evidence=evidence[:_MAX_EVIDENCE]
-            )
-        queued = sorted(rank for rank, entry in inside.items() if entry.state == "scheduled")
-        if queued and len(queued) < len(inside):
-            facts["missing"] = ranks_text(queued)
-            return RecordedFailure(
-                code="FLIGHT-not-started",
-                facts=facts,
-                rank=queued[0],
-                evidence=evidence[:_MAX_EVIDENCE],
-            )
         return RecordedFailure(
-            code="FLIGHT-stuck", facts=facts, rank=None, evidence=evidence[:_MAX_EVIDENCE]
+            code=code,
+            facts=facts,
+            rank=min(awaited) if awaited else None,
+            evidence=evidence[:_MAX_EVIDENCE],
         )
 
 
