@@ -7,19 +7,16 @@ mechanism, not one sentence: its patterns hold what every version of a message h
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
 import pkgutil
 import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import cache_from_source, source_hash
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 from ddpsafe._advice import ADVICE, GENERAL
 from ddpsafe._explain.checks import CHECKS, expand
@@ -34,15 +31,7 @@ Level = Literal["cause", "exception", "end", "likely", "exit", "peer", "noise"]
 ``end``: how a process was ended, but not why. ``likely``: a wait that timed out, or a line that suggests the cause. ``exit``: it exited
 by itself, which a rank does whatever went wrong. ``peer``: another rank has gone. ``noise``: harmless, and named only if a log holds nothing else."""
 
-LEVELS: Final[dict[Level, int]] = {
-    "cause": 0,
-    "exception": 1,
-    "end": 2,
-    "likely": 3,
-    "exit": 4,
-    "peer": 5,
-    "noise": 6,
-}
+LEVELS: Final[dict[Level, int]] = {level: place for place, level in enumerate(get_args(Level))}
 
 Retry = Literal["never", "once", "yes", "elsewhere"]
 """Whether trying again can help: ``once`` may, ``yes`` does, ``elsewhere`` does only on other hardware."""
@@ -189,43 +178,13 @@ class Catalogue:
 @functools.cache
 def built_in() -> Catalogue:
     """Return the catalogue that comes with ddpsafe."""
-    # A wheel has the catalogue as one JSON file, which loads in a few milliseconds.
+    # A wheel has the catalogue as one JSON file, which loads in a few milliseconds; a checkout has the
+    # TOML, which takes 0.1 s.
     try:
         packed = pkgutil.get_data(__package__, PACKED)
     except OSError:
-        return Catalogue(_pack_checkout())
+        return Catalogue(pack(read_toml()))
     return Catalogue(json.loads(packed or b""))
-
-
-def _pack_checkout() -> Mapping[str, Any]:
-    """Return the packed catalogue of a checkout: what an earlier call has kept, if nothing changed."""
-    texts = read_toml()
-    # The code decides on the form of what is kept, so a new version does not read that of an old one.
-    code = [pkgutil.get_data(__package__, name) or b"" for name in ("catalogue.py", "checks.py")]
-    code.append(repr((ADVICE, GENERAL)).encode())
-    key = source_hash(b"".join([*code, *(text.encode() for text in texts.values())])).hex()
-    place = None
-    with contextlib.suppress(NotImplementedError):  # this interpreter keeps no bytecode
-        place = Path(cache_from_source(__file__)).with_suffix(".json")
-    if place is not None and (kept := read_kept(place, key)) is not None:
-        return kept
-    packed = pack(texts)
-    if place is not None and not sys.dont_write_bytecode:
-        with contextlib.suppress(OSError):
-            # Another process may read the file or write its own at the same time.
-            new = place.with_name(f"{place.name}.{os.getpid()}")
-            new.write_text(json.dumps({"key": key, "packed": packed}), "utf-8")
-            new.replace(place)
-    return packed
-
-
-def read_kept(place: Path, key: str) -> dict[str, Any] | None:
-    """Return the packed catalogue that a file keeps for a key; None if it is another, or of another form."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        kept = json.loads(place.read_bytes())
-        if kept["key"] == key:
-            return dict(kept["packed"])
-    return None
 
 
 def read_toml() -> dict[str, str]:
