@@ -99,13 +99,10 @@ def _gib(pattern: str, text: str) -> float | None:
     return None if match is None else float(match[1]) * _GIB[match[2]]
 
 
-def _total_gib(text: str) -> float | None:
-    return _gib(rf"total capac\w+ of {_SIZE}", text) or _gib(rf"{_SIZE} total capacity", text)
-
-
 def _own_share(match: re.Match[str]) -> float:
     """Return the share of its GPU that the process that ran out of memory has itself reserved, from 0 to 1."""
-    text, total = match.string, _total_gib(match.string)
+    text = match.string
+    total = _gib(rf"total capac\w+ of {_SIZE}", text) or _gib(rf"{_SIZE} total capacity", text)
     own = _gib(rf"{_SIZE} reserved in total", text)
     if own is None and (used := _gib(rf"{_SIZE} already\b", text)) is not None:
         own = used + (_gib(rf"{_SIZE} cached", text) or 0.0)

@@ -220,7 +220,6 @@ class LogReader:
             body, rank, has_following=has_following, is_handled=is_handled
         ):
             return
-        self._tracebacks.read_ignored(body, rank)
         cause = self._match(line, grams)
         if cause is not None and len(self._cause_of_shape) < ranking.MAX_DISTINCT:
             self._cause_of_shape[shape] = cause
@@ -251,7 +250,9 @@ class LogReader:
             return None
         if best is not None:
             is_aftermath = self._findings.is_aftermath(best)
-            if normalise.is_passed_test(line.body) or is_aftermath or _is_told(best, line):
+            # A program only tells of what is no more than likely to be a failure.
+            is_told = best[0].level == "likely" and normalise.weight_of(line, best[1]) == "info"
+            if normalise.is_passed_test(line.body) or is_aftermath or is_told:
                 return None
             cause = self._findings.note(best, line, traceback if raised is not None else None)
         elif raised is None:
@@ -352,11 +353,6 @@ class LogReader:
             if best is not None and best[1].end() > end and (is_message or best[1].start() < end):
                 matches.append(best)
         return min(matches, key=lambda match: strength(match[0]), default=None)
-
-
-def _is_told(match: Match, line: Line) -> bool:
-    """Return whether a program only tells of what is no more than likely to be a failure."""
-    return match[0].level == "likely" and normalise.weight_of(line, match[1]) == "info"
 
 
 def explain_text(text: str, catalogue: Catalogue | None = None) -> list[Cause]:

@@ -96,17 +96,16 @@ class RuleFile:
 
     Attributes:
         path: Its path.
-        tables: Its rules.
+        tables: Its rules that are right, by their number among all of the file.
         problems: What is wrong with it.
     """
 
     def __init__(self, path: Path) -> None:
         """Read it and check each rule alone."""
         self.path = path
-        self.tables: list[RuleTable] = []
+        self.tables: dict[int, RuleTable] = {}
         self.problems: list[ConfigProblem] = []
         self._lines: list[int] = []
-        self._numbers: list[int] = []  # of each of `tables`, among all rules of the file
         try:
             self._text = path.read_text("utf-8")
             toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
@@ -129,10 +128,7 @@ class RuleFile:
             self._check_table(number, rule)
 
     def place(self, number: int, field: str = "") -> str:
-        """Return the file and the line of one of `tables`, or of one of its fields."""
-        return self._place(self._numbers[number], field)
-
-    def _place(self, number: int, field: str = "") -> str:
+        """Return the file and the line of a rule, or of one of its fields."""
         if number >= len(self._lines):
             return str(self.path)
         line = self._lines[number]
@@ -151,22 +147,21 @@ class RuleFile:
 
     def _check_table(self, number: int, rule: object) -> None:
         if not isinstance(rule, dict):
-            self._add("rule", show(rule), "it is not a table", "[[rule]]", self._place(number))
+            self._add("rule", show(rule), "it is not a table", "[[rule]]", self.place(number))
             return
         try:
             table = RuleTable.model_validate(rule)
         except ValidationError as error:
             self.problems += problems_of(
-                error, RuleTable, source=lambda location: self._place(number, str(location[0]))
+                error, RuleTable, source=lambda location: self.place(number, str(location[0]))
             )
             return
         before = len(self.problems)
         for field, given, why, write in _problems_of_rule(table):
-            place = self._place(number, field)
+            place = self.place(number, field)
             self._add(f"{field} of {table.code}", given, why, write, place)
         if len(self.problems) == before:
-            self.tables.append(table)
-            self._numbers.append(number)
+            self.tables[number] = table
 
 
 def _problems_of_rule(table: RuleTable) -> Iterator[tuple[str, str, str, str]]:
@@ -228,14 +223,9 @@ def find_slow(pattern: str) -> str | None:
         # Lengths rise until a search is slow, so that even exponential time is noticed before it matters.
         for length in _LENGTHS:
             text = f"{prefix}{filler * length}\x00"
-            if _takes_longer(compiled, text, _SLOW * _ordinary_s()):
+            if all(_search_s(compiled, text) > _SLOW * _ordinary_s() for _ in range(_SEARCHES)):
                 return filler
     return None
-
-
-def _takes_longer(pattern: re.Pattern[str], text: str, limit_s: float) -> bool:
-    """Return whether each of several searches does."""
-    return all(_search_s(pattern, text) > limit_s for _ in range(_SEARCHES))
 
 
 @functools.cache
@@ -267,7 +257,7 @@ def read_rule_files(paths: Iterable[Path]) -> Catalogue:
     rules = [
         own_rule(table.model_dump(exclude_unset=True), file.place(number))
         for file in files
-        for number, table in enumerate(file.tables)
+        for number, table in file.tables.items()
     ]
     catalogue = Catalogue(built_in().packed, rules)
     problems = [problem for file in files for problem in file.problems]
@@ -294,7 +284,7 @@ def check_together(
     places = dict.fromkeys(known, "ddpsafe")
     claims: dict[str, str] = {}
     for file in files:
-        for number, table in enumerate(file.tables):
+        for number, table in file.tables.items():
 
             def add(field: str, given: str, why: str, write: str) -> None:
                 source = file.place(number, field)  # noqa: B023 - called in this round

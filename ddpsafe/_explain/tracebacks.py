@@ -133,6 +133,9 @@ class Tracebacks:
         if not body.lstrip(" ╭─").startswith(_STARTS) and not (
             has_following and _RAISED_AGAIN.match(body)
         ):
+            if _IGNORED.match(body):  # the traceback of an exception that Python ignores follows
+                self._of_rank[rank] = Traceback(is_ignored=True)
+                self._touch()
             return False
         before = self._of_rank.get(rank)
         is_original = "Original Traceback" in body or ": Traceback" in body
@@ -143,12 +146,6 @@ class Tracebacks:
         )
         self._touch()
         return True
-
-    def read_ignored(self, body: str, rank: int | None) -> None:
-        """Begin the traceback of an exception that Python ignores, if a line announces one."""
-        if _IGNORED.match(body):
-            self._of_rank[rank] = Traceback(is_ignored=True)
-            self._touch()
 
     def end(self, rank: int | None) -> None:
         """Forget the traceback of a rank: its exception has been read."""
