@@ -251,6 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
         "report", help=about, description=f"{about.capitalize()}.", epilog=_RAN_OR_USAGE
     )
     report.add_argument("run_dir", metavar="RUN_DIR", help="the run directory of a launch")
+    report.add_argument("--html", metavar="FILE", help="the page; RUN_DIR/report.html by default")
 
     about = "find what went wrong in the logs of any launcher"
     explain = commands.add_parser(

@@ -157,6 +157,10 @@ def test_the_page_can_be_written_again(tmp_path: Path, capsys: Any) -> None:
     assert capsys.readouterr().out == f"{tmp_path / PAGE}\n"
     assert (tmp_path / PAGE).read_text() == draw(tmp_path)
     assert main(["report", str(tmp_path / "attempt-1")]) == 2
+    other = tmp_path / "page.html"
+    assert main(["report", str(tmp_path), "--html", str(other)]) == 0
+    assert capsys.readouterr().out == f"{other}\n"
+    assert other.read_text() == draw(tmp_path)
 
 
 @pytest.mark.full

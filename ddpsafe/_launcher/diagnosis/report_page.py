@@ -91,13 +91,13 @@ The thick line is a rank's end, the thin one its last step.</p>{% endif %}
 """
 
 
-def write_page(run_dir: Path) -> Path:
-    """Write ``report.html`` of a run directory, whole or not at all; return its path.
+def write_page(run_dir: Path, path: Path | None = None) -> Path:
+    """Write the page of a run directory, there as ``report.html`` by default, whole or not at all; return its path.
 
     Raises:
         OSError: The file cannot be written.
     """
-    path = run_dir / PAGE
+    path = path or run_dir / PAGE
     replace_file(path, draw(run_dir))
     return path
 
