@@ -585,10 +585,5 @@ def _with_tuples(value: Any) -> Any:
     return value
 
 
-def _name_classes() -> None:
-    """Let a traceback show the name to import each class by."""
-    for cls in _known_classes().values():
-        cls.__module__ = "ddpsafe"
-
-
-_name_classes()
+for _class in _known_classes().values():
+    _class.__module__ = "ddpsafe"  # a traceback shows the name to import it by

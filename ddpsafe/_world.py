@@ -120,9 +120,9 @@ class _Dialect:
     rank: str
     world_size: str
     local_rank: str
-    local_world_size: str | None
-    node_rank: str | None
-    nnodes: str | None
+    local_world_size: str | None = None
+    node_rank: str | None = None
+    nnodes: str | None = None
 
 
 # The first dialect whose marker is set wins: a rank of torchrun inside srun is torchrun's.
@@ -136,7 +136,6 @@ _BY_HAND: Final = _Dialect(
     local_rank="LOCAL_RANK",
     local_world_size="LOCAL_WORLD_SIZE",
     node_rank="NODE_RANK",
-    nnodes=None,
 )
 _SLURM: Final = _Dialect(
     started_by="slurm",
@@ -144,18 +143,14 @@ _SLURM: Final = _Dialect(
     rank="SLURM_PROCID",
     world_size="SLURM_STEP_NUM_TASKS",
     local_rank="SLURM_LOCALID",
-    local_world_size=None,
     node_rank="SLURM_NODEID",
     nnodes="SLURM_STEP_NUM_NODES",
 )
 _DIALECTS: Final = (
-    _Dialect(
+    replace(
+        _BY_HAND,
         started_by="torchrun",
         marker="TORCHELASTIC_RUN_ID",
-        rank="RANK",
-        world_size="WORLD_SIZE",
-        local_rank="LOCAL_RANK",
-        local_world_size="LOCAL_WORLD_SIZE",
         node_rank="GROUP_RANK",
         nnodes="GROUP_WORLD_SIZE",
     ),
@@ -167,8 +162,6 @@ _DIALECTS: Final = (
         world_size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        node_rank=None,
-        nnodes=None,
     ),
     _SLURM,
     _Dialect(
@@ -178,8 +171,6 @@ _DIALECTS: Final = (
         world_size="PMI_SIZE",
         local_rank="MPI_LOCALRANKID",
         local_world_size="MPI_LOCALNRANKS",
-        node_rank=None,
-        nnodes=None,
     ),
 )
 
@@ -540,7 +531,7 @@ class NodePlace:
     """
 
     nnodes: int
-    min_nodes: int | None
+    min_nodes: int | None = None
     node_rank: int | None
     endpoint: str | None
     job: str | None
@@ -573,7 +564,6 @@ def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
             node = require_int(env, "OMPI_COMM_WORLD_RANK", because="OMPI_COMM_WORLD_SIZE")
             return NodePlace(
                 nnodes=nnodes,
-                min_nodes=None,
                 node_rank=node,
                 endpoint=_master(env),
                 job=env.get("PMIX_NAMESPACE"),
@@ -600,7 +590,6 @@ def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
         endpoint = f"{first}:{_NODE_PORTS[number % len(_NODE_PORTS)]}"
     return NodePlace(
         nnodes=nnodes,
-        min_nodes=None,
         node_rank=node,
         endpoint=endpoint,
         job=f"slurm-{job}.{step}",

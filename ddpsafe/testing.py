@@ -33,7 +33,7 @@ import time
 import unittest
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
 
 import pytest
 
@@ -247,40 +247,37 @@ def _runs_ranks(item: pytest.Item) -> bool:
 
 def _call_of(item: pytest.Item) -> _Call:
     """Read the marker and the parameters of a test; fail the test if it cannot run in ranks."""
+
+    def refuse(why: str) -> NoReturn:
+        pytest.fail(f"{item.nodeid}{why}", pytrace=False)
+
     marker = item.get_closest_marker("ddp")
     if marker is None:
-        pytest.fail(f"{item.nodeid} is not marked with ddp", pytrace=False)
+        refuse(" is not marked with ddp")
     if not isinstance(item, pytest.Function) or issubclass(item.cls or object, unittest.TestCase):
-        pytest.fail(
-            f"{item.nodeid}: ddp marks functions and methods of plain classes, not of a TestCase; remove "
-            "the base class, as the page 'Turn a distributed TestCase into @pytest.mark.ddp' shows",
-            pytrace=False,
+        refuse(
+            ": ddp marks functions and methods of plain classes, not of a TestCase; remove "
+            "the base class, as the page 'Turn a distributed TestCase into @pytest.mark.ddp' shows"
         )
     values: dict[str, Any] = {"nproc": 2, "backend": "gloo", "timeout": None}
     if len(marker.args) > 1:
-        pytest.fail(
-            f"{item.nodeid}: ddp takes nproc by position, the rest by name: ddp(2, backend='gloo')",
-            pytrace=False,
-        )
+        refuse(": ddp takes nproc by position, the rest by name: ddp(2, backend='gloo')")
     values |= dict(zip(("nproc",), marker.args, strict=False)) | dict(marker.kwargs)
     params = item.callspec.params if hasattr(item, "callspec") else {}
     for name, fixture in _PARAMETERS.items():
         values[name] = params.get(fixture, params.get(name, values[name]))
     wrong = {"nprocs", "nproc_per_node", "np", "world_size", "num_processes"} & values.keys()
     if wrong:
-        pytest.fail(f"{item.nodeid}: ddp has no {wrong.pop()}; write ddp(nproc=2)", pytrace=False)
+        refuse(f": ddp has no {wrong.pop()}; write ddp(nproc=2)")
     near = difflib.get_close_matches("timeout", values.keys() - {"timeout", "timeouts"}, n=1)
     if near:
-        pytest.fail(f"{item.nodeid}: ddp has no {near[0]}; write ddp(timeout=30)", pytrace=False)
+        refuse(f": ddp has no {near[0]}; write ddp(timeout=30)")
     nproc = values.pop("nproc")
     if not isinstance(nproc, int) or isinstance(nproc, bool) or nproc < 1:
-        pytest.fail(f"{item.nodeid}: nproc must be an integer >= 1, not {nproc!r}", pytrace=False)
+        refuse(f": nproc must be an integer >= 1, not {nproc!r}")
     backend, timeout = values.pop("backend"), values.pop("timeout")
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        pytest.fail(
-            f"{item.nodeid}: timeout must be a number of seconds > 0, not {timeout!r}",
-            pytrace=False,
-        )
+        refuse(f": timeout must be a number of seconds > 0, not {timeout!r}")
     seconds = _timeout_of(item) if timeout is None else float(timeout)
     return _Call(nproc=nproc, backend=backend, timeout_s=seconds, fields=values)
 
