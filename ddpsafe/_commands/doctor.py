@@ -24,8 +24,7 @@ from ddpsafe._job.secret import find_job_secret
 from ddpsafe._text import printable
 from ddpsafe._world import find_world
 from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
-from ddpsafe.doctor._codes import find_pages
-from ddpsafe.doctor._findings import AreaStep
+from ddpsafe.doctor._findings import AreaStep, find_pages
 
 if TYPE_CHECKING:
     from argparse import Namespace

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._text import printable
@@ -33,8 +34,9 @@ class Finding:
     """What one check found.
 
     Attributes:
-        code: Stable name of the finding, ``DS-<AREA>-<number>``. Its documentation page gives the
-            cause, how to confirm it and how to fix it.
+        code: Stable name of the finding, ``DS-<AREA>-<number>``, the same whether the failure was
+            found or not. A number is never reused, even after its check is removed. Its documentation
+            page has the title, gives the cause, how to confirm it and how to fix it.
         severity: ``"failed"`` will break a job, ``"warning"`` may, ``"ok"`` is a fact.
         fact: What was observed, in one sentence without guesses.
         cause: The most likely cause; empty for ``"ok"``.
@@ -66,6 +68,16 @@ class Finding:
             lines += [f"  {line}" for line in to_paste]
             lines.append(f"  Read on: {self.page}")
         return "\n".join(map(printable, lines))
+
+
+_HERE: Final = Path(__file__)
+# A checkout has the pages in docs/, a wheel beside this file.
+_PAGES: Final = (_HERE.parents[2] / "docs" / "findings", _HERE.with_name("pages"))
+
+
+def find_pages() -> dict[str, Path]:
+    """Return the documentation page of each code."""
+    return {path.stem: path for folder in _PAGES for path in sorted(folder.glob("DS-*.md"))}
 
 
 def ok(code: str, fact: str, **details: object) -> Finding:

@@ -15,7 +15,7 @@ import scripts
 from source_tree import CHECKOUT, PACKAGE, python_files
 
 from ddpsafe.cli import main
-from ddpsafe.doctor._codes import find_pages
+from ddpsafe.doctor._findings import find_pages
 
 if sys.version_info >= (3, 11):
     import tomllib
