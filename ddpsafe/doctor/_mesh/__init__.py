@@ -93,7 +93,7 @@ _REJOIN_LIMIT: Final = timedelta(seconds=4)
 async def _examine_over_store(job: Job, store: Keys) -> Examined:
     """Examine over a torch store that all nodes share."""
     transport = StoreTransport(store, node_rank=job.node_rank, nnodes=job.nnodes)
-    local_node = LocalNode(job, job.env())
+    local_node = LocalNode(job)
     try:
         own = await local_node.introduce(await find_addresses(job.host, job.port))
         if job.node_rank == 0:
@@ -106,7 +106,7 @@ async def _examine_over_store(job: Job, store: Keys) -> Examined:
 
 
 async def _serve(job: Job) -> Examined:
-    at_endpoint, local_node = EndpointServer(job), LocalNode(job, job.env())
+    at_endpoint, local_node = EndpointServer(job), LocalNode(job)
     try:
         await at_endpoint.open()
     except OSError as exc:
@@ -127,7 +127,7 @@ async def _serve(job: Job) -> Examined:
 
 async def _join(job: Job) -> Examined:
     deadline, greeting = Deadline.after(job.timeout), job.greeting()
-    local_node = LocalNode(job, job.env())
+    local_node = LocalNode(job)
     own: Node | None = None
     lost: Examined | None = None
     try:

@@ -12,14 +12,15 @@ import secrets
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._clock import Deadline
 from ddpsafe._job.channel import Channel, Codec, Hello, Lost, from_json
 from ddpsafe._job.secret import key_of_secret
-from ddpsafe.doctor._mesh.protocol import Answer, Greeting, Rejected, Topic, write
+from ddpsafe.doctor._mesh.protocol import Answer, Greeting, Rejected, write
 from ddpsafe.doctor._mesh.transport import (
     RESULTS,
+    Transport,
     TransportClosedError,
     TransportGarbledError,
     TransportLostError,
@@ -49,7 +50,7 @@ _NODE_LOSS: Final = timedelta(seconds=2.5)
 GREETING: Final = "greeting"
 ANSWER: Final = "answer"
 _FROM_NODES: Final = ("hello", "mesh", "imported", "reduced")
-_FROM_COORDINATOR: Final = frozenset((ANSWER, *get_args(Topic)))
+_FROM_COORDINATOR: Final = (ANSWER, "progress", "roster", "all-reduce", RESULTS)
 _ERRORS: Final[dict[EndOfConnection, type[TransportLostError]]] = {
     "silence": TransportLostError,
     "garbled": TransportGarbledError,
@@ -63,7 +64,7 @@ async def _close(channel: Channel[Any, Said]) -> None:
     await bounded(channel.close, deadline=Deadline.after(None), name="ddpsafe-close")
 
 
-class Client:
+class Client(Transport):
     """The transport of every node except node rank 0.
 
     Args:
@@ -131,10 +132,6 @@ class Client:
             raise self._lost
         return {}
 
-    def disconnected(self) -> Collection[int]:
-        """Return nothing: the loss of node rank 0 is an error instead."""
-        return ()
-
     async def close(self) -> None:
         """Leave the channel, which node rank 0 notices."""
         asyncio.get_running_loop().remove_reader(self._channel.fileno())
@@ -150,7 +147,7 @@ class Client:
                 self._lost = error("it closed the connection" if has_closed else event.why)
 
 
-class Server:
+class Server(Transport):
     """The transport of node rank 0.
 
     Args:

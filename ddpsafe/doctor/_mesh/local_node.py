@@ -215,13 +215,11 @@ class LocalNode:
 
     Args:
         job: The examination.
-        env: The environment of the ranks.
     """
 
-    def __init__(self, job: Job, env: Mapping[str, str]) -> None:
+    def __init__(self, job: Job) -> None:
         """Create the node, which does not listen yet."""
         self._job = job
-        self._env = env
         self._token = secrets.token_hex(16)
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
         self._machine = machine_id()
@@ -237,7 +235,7 @@ class LocalNode:
         announced = await announce(
             backend=job.backend,
             interface=job.interface,
-            env=self._env,
+            env=job.env(),
             towards=towards,
             places=job.places,
         )

@@ -103,9 +103,6 @@ Flaw = Literal[
     "silent-resolver",
     "not-running",
 ]
-Topic = Literal[
-    "hello", "mesh", "imported", "reduced", "roster", "progress", "all-reduce", "results"
-]
 
 
 def write(message: Any) -> Json:

@@ -58,6 +58,8 @@ class Transport(Protocol):
 
     def disconnected(self) -> Collection[int]:
         """Return the node ranks that are known to be unable to send more."""
+        # A store does not report lost clients, and of node rank 0 the loss is an error instead.
+        return ()
 
 
 async def wait_for(transport: Transport, topic: str, *, deadline: Deadline) -> Json:
@@ -140,7 +142,7 @@ async def bounded(
 _STORE_LIMIT: Final = timedelta(seconds=10)
 
 
-class StoreTransport:
+class StoreTransport(Transport):
     """The transport of one node over a torch store.
 
     Args:
@@ -172,10 +174,6 @@ class StoreTransport:
                     with contextlib.suppress(ValueError, RecursionError):
                         known[node] = json.loads(text)
         return known
-
-    def disconnected(self) -> Collection[int]:
-        """Return nothing: a store does not report lost clients."""
-        return ()
 
     def _find(self, key: str) -> bytes | None:
         return self._store.get(key) if self._store.check([key]) else None

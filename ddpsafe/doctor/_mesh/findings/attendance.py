@@ -316,7 +316,7 @@ def _missing(results: Results, missing: list[int]) -> Finding:
 
 
 def _lost(results: Results, node: int) -> Finding:
-    process = _process(at_store=results.at_store)
+    process = "first rank" if results.at_store else "doctor"
     return failed(
         "DS-MESH-010",
         f"{results.label(node)} joined and was lost during the check.",
@@ -397,13 +397,9 @@ def _no_secret(who: str, *, hosts: tuple[str, ...]) -> Finding:
     )
 
 
-def _process(*, at_store: bool) -> str:
-    return "first rank" if at_store else "doctor"
-
-
 def coordinator_lost(host: str, why: str, *, at_store: bool) -> Finding:
     """Return the finding that node rank 0 was lost during the check."""
-    process = _process(at_store=at_store)
+    process = "first rank" if at_store else "doctor"
     return failed(
         "DS-MESH-011",
         f"{host} (node rank 0) was lost during the check: {why}.",

@@ -331,16 +331,7 @@ def _routed(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> 
         "them.",
         fix=to_copy("Remove the route or rule, or announce the interface that it uses:", *lines),
         hosts=results.hostnames({here for here, _ in routes}),
-        routes=[
-            {
-                "source": here,
-                "target": route.target,
-                "interface": route.interface,
-                "prefix": route.prefix,
-                "table": route.table,
-            }
-            for here, route in routes
-        ],
+        routes=[{"source": here, **route._asdict()} for here, route in routes],
         directions=as_details(outcomes),
     )
 
