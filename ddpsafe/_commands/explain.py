@@ -55,7 +55,7 @@ def explain_logs(options: argparse.Namespace) -> int:
             try:
                 report = _read_report(path)
                 if report is not None:
-                    reader.add_report(report)
+                    reader.findings.add_report(report)
                 elif not recordings.read(path):
                     with path.open("rb") as stream:
                         reader.read(stream)
@@ -65,7 +65,7 @@ def explain_logs(options: argparse.Namespace) -> int:
                 if str(path) in options.logs:
                     return USAGE
         for finding in recordings.findings():
-            reader.add(finding)
+            reader.findings.add(finding)
     causes = reader.causes()
     if options.json:
         say(json.dumps({"findings": [cause.as_json() for cause in causes]}, ensure_ascii=False))

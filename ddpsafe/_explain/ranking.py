@@ -178,7 +178,8 @@ class Findings:
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
-        self._is_root_cause = self._is_others = False
+        # Whether torchrun's summary names next the rank that failed first, or the others.
+        self.expects_rank = self._is_others = False
         self._timeouts = _Timeouts()
         self._unused = ""
 
@@ -192,9 +193,9 @@ class Findings:
         if _OTHER_FAILURES.match(body):
             self._is_others = True
         elif _ROOT_CAUSE.match(body):
-            self._is_root_cause, self._is_others = True, False
-        elif self._is_root_cause and (root := _RANK_OF_ROOT.match(body)):
-            self._root_rank, self._is_root_cause = int(root[1]), False
+            self.expects_rank, self._is_others = True, False
+        elif self.expects_rank and (root := _RANK_OF_ROOT.match(body)):
+            self._root_rank, self.expects_rank = int(root[1]), False
 
     def note(self, match: Match, line: Line, traceback: Traceback | None = None) -> Cause:
         """Record that a line shows a cause; `traceback` is the one that it ends."""
@@ -211,11 +212,6 @@ class Findings:
         if rule.level == "exception" and traceback is not None and cause.count == 1:
             cause.cause += f" Raised at {traceback.frame}." if traceback.frame else ""
         return cause
-
-    @property
-    def expects_rank(self) -> bool:
-        """Whether the next lines of torchrun's summary name the rank that failed first."""
-        return self._is_root_cause
 
     def is_aftermath(self, match: Match) -> bool:
         """Return whether a line is torchrun's report of a rank that it ended because of another one."""

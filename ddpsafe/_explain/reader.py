@@ -6,7 +6,7 @@ In a large log, numpy finds these lines without a Python loop over all.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._explain import normalise, ranking
 from ddpsafe._explain.catalogue import built_in
@@ -16,11 +16,10 @@ from ddpsafe._explain.tracebacks import Tracebacks, exception_of
 
 if TYPE_CHECKING:
     import re
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection
     from typing import BinaryIO
 
     from ddpsafe._explain.catalogue import Catalogue
-    from ddpsafe._explain.flight import RecordedFailure
     from ddpsafe._explain.match import Match
     from ddpsafe._explain.ranking import Cause
 
@@ -43,7 +42,8 @@ class LogReader:
         """Begin a log; by default with the catalogue that comes with ddpsafe."""
         self._catalogue = built_in() if catalogue is None else catalogue
         self._matcher = Matcher(self._catalogue)
-        self._findings = ranking.Findings(self._catalogue)
+        # Flight recordings and reports of ddpsafe are added to it.
+        self.findings = ranking.Findings(self._catalogue)
         self._tracebacks = Tracebacks()
         self._sieve: Sieve | None = None
         # A shape is a line without its digits.
@@ -86,21 +86,13 @@ class LogReader:
         self._read_chunk(log)
         self._tail = log[-_TAIL_BYTES:]
 
-    def add(self, finding: RecordedFailure) -> None:
-        """Add what flight recordings show."""
-        self._findings.add(finding)
-
-    def add_report(self, report: Mapping[str, Any]) -> None:
-        """Add the report of a launch of ddpsafe; of several, the newest attempt counts."""
-        self._findings.add_report(report)
-
     def causes(self) -> list[Cause]:
         """Return the causes, most likely first; noise only if there is nothing else."""
         texts = self._tail.decode("utf-8", "replace").splitlines()
         # The first one may have lost its beginning.
         texts = texts[1:] if len(texts) < self.lines else texts
         tail = normalise.read_tail(texts, self.lines)
-        return self._findings.causes(self._matcher.completed, tail)
+        return self.findings.causes(self._matcher.completed, tail)
 
     def _read_chunk(self, chunk: bytes) -> None:
         first = self.lines + 1
@@ -139,7 +131,7 @@ class LogReader:
         # most lines of a log end here.
         shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
-        is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self._findings.expects_rank
+        is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self.findings.expects_rank
         if is_frequent and self._is_known(number, raw, shape):
             return
         if len(self._shapes) < ranking.MAX_DISTINCT:
@@ -166,19 +158,17 @@ class LogReader:
         cause = self._cause_of_shape.get(shape)
         if cause is None:
             return True
-        if self._findings.note_again(cause, number):
+        if self.findings.note_again(cause, number):
             # Lines of the watchdog differ in the numbers that matter: who is behind in which call.
             if ranking.is_timeout(cause.code):
                 text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
                 rank, _ = normalise.rank_of(text)
-                self._findings.compare_sequence(
-                    Line(number=number, text=text, body=text, rank=rank)
-                )
+                self.findings.compare_sequence(Line(number=number, text=text, body=text, rank=rank))
             return True
         return False
 
     def _take_back(self, code: str) -> None:
-        if self._findings.take_back(code):
+        if self.findings.take_back(code):
             # Lines that were skipped as alike may show the cause again.
             self._alike.clear()
 
@@ -234,7 +224,7 @@ class LogReader:
         before, self._before = self._before, line.body
         if innermost is None and normalise.is_talk(line, before, self._following):
             return None
-        self._findings.read_line(line)
+        self.findings.read_line(line)
         is_logged, is_decorated = "ERROR" in line.text, False
         raised = exception_of(line.body, is_in_traceback=False)
         if raised is None and (bare := normalise.undecorated(line.body)) is not None:
@@ -249,19 +239,19 @@ class LogReader:
         if not is_own and self._is_handled(line, best, is_failure=bool(best or raised)):
             return None
         if best is not None:
-            is_aftermath = self._findings.is_aftermath(best)
+            is_aftermath = self.findings.is_aftermath(best)
             # A program only tells of what is no more than likely to be a failure.
             is_told = best[0].level == "likely" and normalise.weight_of(line, best[1]) == "info"
             if normalise.is_passed_test(line.body) or is_aftermath or is_told:
                 return None
-            cause = self._findings.note(best, line, traceback if raised is not None else None)
+            cause = self.findings.note(best, line, traceback if raised is not None else None)
         elif raised is None:
-            self._findings.note_logged(line)
+            self.findings.note_logged(line)
             return None
         else:
             whole = " ".join((line.body, *self._folded))
             raised = exception_of(whole, is_in_traceback=False) or raised
-            cause = self._findings.note_exception(raised, line, traceback, is_logged=is_logged)
+            cause = self.findings.note_exception(raised, line, traceback, is_logged=is_logged)
             if traceback is not None and not cause.is_wrapper:
                 self._tracebacks.skips_calls = True
         self._noted = (line.number, line.rank, cause)
@@ -279,7 +269,7 @@ class LogReader:
         if not is_failure and self._noted is not None and not line.body[:1].isspace():
             number, rank, cause = self._noted
             if (number, rank) == (line.number - 1, line.rank):
-                self._findings.withdraw(cause, is_over=is_handled)
+                self.findings.withdraw(cause, is_over=is_handled)
         return is_handled
 
     def _find_best(
@@ -324,7 +314,7 @@ class LogReader:
             self._take_back(code)
             self._ended.append(code)
         for waiting in matched.waiting:
-            self._findings.note_waiting(waiting, line)
+            self.findings.note_waiting(waiting, line)
         return matched.best
 
     def _find_broken(
