@@ -398,7 +398,7 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
             Contact(0, "127.0.0.1", port, "ab", "", "elsewhere"),
             Contact(1, "10.77.0.2", 0, "ab", "", "here"),
         )
-        local_node = LocalNode(job_of("h0:1", 1), {})
+        local_node = LocalNode(job_of("h0:1", 1))
         told = await local_node.probe(Roster(nnodes=2, contacts=contacts, seed=1, clock_s=0.0))
         server.close()
         return told

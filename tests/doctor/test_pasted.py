@@ -124,8 +124,7 @@ def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     rules = filtered("output", "oif lo accept", state, icmp, endpoint, policy="drop")
     network[2].run("nft", "-f", "-", given=rules)
     report = diagnose(network, no_variables(network))
-    assert report.codes() == ["DS-MESH-031"]
-    finding = report.one("DS-MESH-031")
+    finding = report.only("DS-MESH-031")
     assert "inet guard output" in finding["cause"]
     assert "# on h0" not in finding["fix"]
     assert "# on h1" not in finding["fix"]

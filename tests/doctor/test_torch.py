@@ -231,4 +231,6 @@ def test_facts_of_torch_are_checked(what: str, tmp_path: Path) -> None:
     """A stand-in for torch reports versions, builds and GPUs that no test machine has."""
     torch, fields, code, severity, says = STAND_INS[what]
     found = examine("VER", "GPU", env=stand_in_torch(tmp_path, **torch), **fields)
-    assert (found.severity(code), says in found.of(code)["fact"]) == (severity, True)
+    assert (found.severity(code), says in found.of(code)["fact"]) == (severity, True), found.of(
+        code
+    )

@@ -54,6 +54,11 @@ class Told:
         (found,) = [each for each in self.findings if each["code"] == code]
         return found
 
+    def only(self, code: str) -> dict[str, Any]:
+        """Return the finding with a code, beside which all others are ok."""
+        assert self.codes() == [code], [each["fact"] for each in self.findings]
+        return self.one(code)
+
     def ways(self, *results: str) -> set[tuple[int, int]]:
         """Return the directions with one of some results."""
         return {
@@ -106,8 +111,10 @@ def examine(
     return [read_one(process) for process in started]
 
 
-def agree(told: Sequence[Told]) -> Told:
-    """Return the report of all hosts; fail unless they are the same."""
+def agree(told: Sequence[Told], *, within_s: float | None = None) -> Told:
+    """Return the report of all hosts; fail unless they are the same, and came in time."""
+    if within_s is not None:
+        require_told_in_time(told, within_s)
     first = told[0]
     for each in told[1:]:
         assert each.findings == first.findings
