@@ -174,7 +174,6 @@ class Server(Transport):
         self._ranks: dict[str, int] = {}
         self._rejected: list[Rejected] = []
         self._refused: set[str] = set()
-        self._joined = {0}
         self._is_open = False
 
     async def open(self, port: int) -> None:
@@ -217,7 +216,7 @@ class Server(Transport):
 
     def disconnected(self) -> Collection[int]:
         """Return the nodes that joined and whose connection has ended."""
-        return self._joined - self._nodes.keys() - {0}
+        return self.peers.keys() - self._nodes.keys()
 
     def close_registration(self) -> None:
         """Refuse all nodes from now on."""
@@ -262,7 +261,6 @@ class Server(Transport):
         for values in self._received.values():
             values.pop(rank, None)  # sent by an earlier doctor there, before it was restarted
         self._nodes[rank], self._ranks[name] = (name, greeting), rank
-        self._joined.add(rank)
         self.peers[rank] = (greeting.hostname, self._channel.host_of(name))
         # A node that joins late needs what the others have received already.
         for topic, value in self._sent.items():

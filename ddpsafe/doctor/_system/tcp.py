@@ -30,8 +30,7 @@ def addresses_of(host: str, port: int, *, limit_s: float) -> list[str]:
         return [host]
     call = BoundedCall(lambda: look_up(host, port), name="ddpsafe-resolve")
     if not call.wait(limit_s):
-        msg = f"no answer within {limit_s:.1f} s"
-        raise TimeoutError(msg)
+        raise TimeoutError(f"no answer within {limit_s:.1f} s")
     return call.result()
 
 
