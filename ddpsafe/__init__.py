@@ -101,8 +101,7 @@ def __getattr__(name: str) -> object:
     """Load a public name when it is first used (PEP 562)."""
     home = f"{__name__}.{name}" if name in _NAMESPACES else _HOME_OF.get(name)
     if home is None:
-        msg = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(msg)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = _load(home)
     if name in _NAMESPACES:
         return module

@@ -547,8 +547,7 @@ def from_plain(plain: Mapping[str, Any], **local: object) -> DDPSafeError:
         if facts.get(_PATH) is not None:
             facts[_PATH] = Path(facts[_PATH])
     except (LookupError, StopIteration, TypeError, AttributeError, ValueError) as exc:
-        msg = "not an error of ddpsafe"
-        raise ValueError(msg) from exc
+        raise ValueError("not an error of ddpsafe") from exc
     for base, defaults in _LOCAL_FACTS.items():
         if issubclass(cls, base):
             facts |= {name: local.get(name, value) for name, value in defaults.items()}

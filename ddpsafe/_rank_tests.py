@@ -103,8 +103,7 @@ def run_test(ctx: RankContext, job: TestJob) -> None:
     collected = _collect(job.collection)
     item = next((item for item in collected.session.items if item.nodeid == job.nodeid), None)
     if item is None:
-        msg = f"{job.nodeid} is not among the tests that this rank has collected"
-        raise pytest.UsageError(msg)
+        raise pytest.UsageError(f"{job.nodeid} is not among the tests that this rank has collected")
     # Folders of `tmp_path_factory` are made here, to be removed with the test's own.
     os.environ["PYTEST_DEBUG_TEMPROOT"] = job.reports
     # Line-buffered, so that the output of a rank that is killed is not lost.

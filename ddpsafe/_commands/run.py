@@ -272,8 +272,7 @@ def _kind_of(options: Namespace) -> Kind:
 
 def _require_target(options: Namespace) -> str:
     if options.module and options.no_python:
-        message = "--module and --no-python exclude each other."
-        raise ConfigError(message)
+        raise ConfigError("--module and --no-python exclude each other.")
     kind = _kind_of(options)
     name: str = options.script
     if kind == "module":
@@ -293,16 +292,14 @@ def _require_target(options: Namespace) -> str:
         return name
     if kind == "program":
         if shutil.which(name) is None:
-            message = (
+            raise ConfigError(
                 f"There is no program {name!r} to run; a file needs a path and must be executable."
             )
-            raise ConfigError(message)
         return name
     if not Path(name).is_file():
         near = difflib.get_close_matches(name, [file.name for file in Path.cwd().glob("*.py")], n=1)
         advice = f"did you mean {near[0]}?" if near else "for a module write -m MODULE."
         if Path(name).name.startswith("python"):
             advice = "every rank runs the script with this Python already; leave that word out."
-        message = f"There is no script {name!r} in {Path.cwd()}; {advice}"
-        raise ConfigError(message)
+        raise ConfigError(f"There is no script {name!r} in {Path.cwd()}; {advice}")
     return str(Path(name).absolute())
