@@ -328,7 +328,7 @@ PRIVATE_OF_OTHERS: Final = {
 }
 """Private names of others that are used outside of a module for them, each with its reason."""
 
-_NAMED_TUPLES: Final = {"_replace", "_fields"}
+_NAMED_TUPLES: Final = {"_asdict", "_fields", "_replace"}
 _PRIVATE_IN_TORCH: Final = re.compile(r"\btorch(\.\w+)*\._[a-z]\w*")
 
 

@@ -531,7 +531,7 @@ test tests::empty ... ok
 test result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out
 """,
     # A signal that asks for a checkpoint only.
-    "a preempted rank saves and goes on": f"received signal SIGUSR1: saving a checkpoint, then continuing\nsaved checkpoint to /ckpt/100.pt\n{STEPS}",
+    "a preempted rank saves and continues": f"received signal SIGUSR1: saving a checkpoint, then continuing\nsaved checkpoint to /ckpt/100.pt\n{STEPS}",
     # Mixed precision, and a guard for the loss.
     "nan is skipped": f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 16384\nloss is nan at step 7, skipping the update\n{STEPS}",
     # What TensorFlow and others print at import.
