@@ -69,7 +69,7 @@ def masked_batches(loader: DataLoader[T_co]) -> Iterator[tuple[Any, int]]:
                 fix="make the loader with sampler=EvalSampler(dataset, pad=True).",
             )
         )
-    batch_size, valid = position.geometry()["batch_size"], sampler.valid_samples()
+    batch_size, valid = position.batching().batch_size, sampler.valid_samples()
     for batch in batches:
         counted = min(batch_size, valid)
         valid -= counted

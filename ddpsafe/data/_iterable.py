@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._arguments import bad_arguments, require_choice
-from ddpsafe.data._samplers.base import Resumable
+from ddpsafe.data._samplers.base import Batching, Resumable
 from ddpsafe.data.errors import DataWarning, UnevenStepsError
 
 if TYPE_CHECKING:
@@ -180,12 +180,12 @@ class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
             }
         return same
 
-    def steps_from(self, position: int, *, batch_size: int, drop_last: bool, rank: int = 0) -> None:
+    def steps_from(self, position: int, by: Batching, rank: int = 0) -> None:
         """A stream shows its end only when it is read."""
 
-    def position_after(self, batches: int, *, batch_size: int) -> int:
+    def position_after(self, batches: int, by: Batching) -> int:
         """Return the samples of all ranks, or with other shards than ``"batch"`` this rank's batches."""
-        unit = batch_size * self.num_replicas if self.shard == "batch" else 1
+        unit = by.batch_size * self.num_replicas if self.shard == "batch" else 1
         return int(self.start + batches * unit)
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpsafe.data import BalancedBatchSampler, DistributedSampler
+from ddpsafe.data._samplers.base import Batching
 from ddpsafe.data.errors import StateMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
@@ -124,9 +125,8 @@ def test_batches_that_too_many_ranks_cannot_share_are_counted(
 ) -> None:
     """One batch is left when three ranks resume: the epoch ends, and the dropped batch is logged."""
     options: dict[str, Any] = {"batch_size": 2, "max_tokens": 2, "rank": 0}
-    state = BalancedBatchSampler([1] * 6, num_replicas=1, **options).state_after(
-        2, batch_size=1, drop_last=False, exhausted=False
-    )
+    sampler = BalancedBatchSampler([1] * 6, num_replicas=1, **options)
+    state = sampler.state_after(2, Batching(), exhausted=False)
     resumed = BalancedBatchSampler([1] * 6, num_replicas=3, **options)
     resumed.load_state_dict(state)
     assert resumed.finished

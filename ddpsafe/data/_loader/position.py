@@ -18,7 +18,7 @@ import copy
 import itertools
 import zlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, IterDataPipe, get_worker_info
@@ -29,6 +29,7 @@ from ddpsafe.data._loader.torchs_loader import pinned
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data._samplers.base import (
     VERSION,
+    Batching,
     DrawnSampler,
     Resumable,
     compare_identity,
@@ -192,13 +193,6 @@ class _Position:
     last_worker: int = -1
 
 
-class Geometry(TypedDict):
-    """How a loader makes batches of its sampler's indices."""
-
-    batch_size: int
-    drop_last: bool
-
-
 class SamplerPosition:
     """The position of a loader that reads with a sampler or stream of ddpsafe: it knows its own."""
 
@@ -228,15 +222,15 @@ class SamplerPosition:
             reads = (loader.dataset, batcher.sampler if type(batcher) is BatchSampler else None)
         return cls(sampler, batcher) if any(item is sampler for item in reads) else None
 
-    def geometry(self) -> Geometry:
+    def batching(self) -> Batching:
         """Return how the loader makes batches; a batch sampler's size may change between epochs."""
         if self._batcher is None:
-            return {"batch_size": 1, "drop_last": False}
-        return {"batch_size": self._batcher.batch_size, "drop_last": self._batcher.drop_last}
+            return Batching()
+        return Batching(self._batcher.batch_size, self._batcher.drop_last)
 
     def steps_of_epoch(self) -> int | None:
         """Return how many batches a whole epoch has; ``None`` if that is unknown."""
-        return self.sampler.steps_of_epoch(**self.geometry())
+        return self.sampler.steps_of_epoch(self.batching())
 
     def is_finished(self) -> bool:
         """Return whether a loaded state leaves nothing of its epoch."""
@@ -255,16 +249,16 @@ class SamplerPosition:
 
     def steps_to_complete(self, *, without: int = 0) -> int | None:
         """Return how many batches complete a pass `without` the first ones; ``None`` if that is unknown."""
-        return self.sampler.steps_to_complete(without=without, **self.geometry())
+        return self.sampler.steps_to_complete(self.batching(), without=without)
 
     def state(self, of: Pass, batches: int | None) -> dict[str, Any]:
         """Return the state after the batches that a pass has delivered, or after `batches` of them."""
         used, finished = of.count_used(batches)
-        return self.sampler.state_after(used, exhausted=finished, **self.geometry())
+        return self.sampler.state_after(used, self.batching(), exhausted=finished)
 
     def load(self, state: Mapping[str, Any], *, strict: bool) -> int:
         """Load a state for the next pass; return its epoch."""
-        self.sampler.restore(state, strict=strict, **self.geometry())
+        self.sampler.restore(state, self.batching(), strict=strict)
         return int(self.sampler.epoch)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ddpsafe._errors import Explanation
 from ddpsafe.data._arguments import require_amounts, require_choice, require_int
-from ddpsafe.data._samplers.base import DrawnSampler, digest
+from ddpsafe.data._samplers.base import Batching, DrawnSampler, digest
 from ddpsafe.data._samplers.batch_plans import (
     Cost,
     EpochPosition,
@@ -131,21 +131,14 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
         return len(self.lengths)
 
     def __len__(self) -> int:
-        return 0 if self.finished else self.steps_from(self.start)
+        return 0 if self.finished else self.steps_from(self.start, Batching())
 
-    def steps_from(
-        self,
-        position: EpochPosition,
-        *,
-        batch_size: int = 1,  # noqa: ARG002 - it batches itself
-        drop_last: bool = False,  # noqa: ARG002 - as above
-        rank: int = 0,  # noqa: ARG002 - all ranks have as many
-    ) -> int:
+    def steps_from(self, position: EpochPosition, by: Batching, rank: int = 0) -> int:  # noqa: ARG002 - it batches itself, and all ranks have as many
         if self._tokens is None:
             return self._windows.steps(position)
         return (len(self._all_batches()) - position.start) // self.num_replicas
 
-    def position_after(self, batches: int, *, batch_size: int) -> EpochPosition:  # noqa: ARG002 - as above
+    def position_after(self, batches: int, by: Batching) -> EpochPosition:  # noqa: ARG002 - as above
         if self._tokens is None:
             return self._windows.advance(self.start, batches)
         return EpochPosition(start=self.start.start + batches * self.num_replicas)
@@ -241,7 +234,7 @@ class BalancedBatchSampler(DrawnSampler[list[int]]):
             self._token_batches = None
         return position
 
-    def restore(self, state: Mapping[str, Any], **options: Any) -> None:
-        super().restore(state, **options)
+    def restore(self, state: Mapping[str, Any], by: Batching, *, strict: bool) -> None:
+        super().restore(state, by, strict=strict)
         if self._tokens is not None and self.finished:
             self._warn_of_dropped_batches()  # too few are left for a step, so no pass will warn

@@ -8,7 +8,7 @@ import operator
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from torch.utils.data import Sampler
@@ -132,6 +132,17 @@ def complete_with(most: int, fewest: int) -> int:
     return max(most, 2) if fewest > 0 else most
 
 
+class Batching(NamedTuple):
+    """How a loader makes batches of its sampler's indices; by default each index is one."""
+
+    batch_size: int = 1
+    drop_last: bool = False
+
+    def count(self, samples: int) -> int:
+        """Return how many batches so many samples make."""
+        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
+
+
 class Resumable:
     """What divides an epoch among the ranks: a function of epoch, position, seed, rank and world size.
 
@@ -168,36 +179,23 @@ class Resumable:
         """Return what must be equal for a saved position to mean the same."""
 
     @abstractmethod
-    def steps_from(
-        self, position: Any, *, batch_size: int, drop_last: bool, rank: int = 0
-    ) -> int | None:
-        """Return how many batches follow; ``None`` if that is unknown.
+    def steps_from(self, position: Any, by: Batching, rank: int = 0) -> int | None:
+        """Return how many batches follow for a rank, by default the one that has most; ``None`` if unknown."""
 
-        Args:
-            position: From where on.
-            batch_size: As the loader has it.
-            drop_last: As the loader has it.
-            rank: For which rank; by default the one that has most.
-        """
-
-    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int | None:
+    def steps_of_epoch(self, by: Batching) -> int | None:
         """Return how many batches this rank has in an epoch that is read from its beginning."""
-        return self.steps_from(
-            self.beginning, batch_size=batch_size, drop_last=drop_last, rank=self.rank
-        )
+        return self.steps_from(self.beginning, by, self.rank)
 
-    def steps_to_complete(self, *, batch_size: int, drop_last: bool, without: int) -> int | None:
+    def steps_to_complete(self, by: Batching, *, without: int) -> int | None:
         """Return how many batches complete a pass from `start` on: the same on every rank."""
-        most, fewest = (
-            self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last, rank=rank)
-            for rank in (0, self.num_replicas - 1)
-        )
+        most = self.steps_from(self.start, by)
+        fewest = self.steps_from(self.start, by, self.num_replicas - 1)
         if most is None or fewest is None:
             return None
         return complete_with(most - without, fewest - without)
 
     @abstractmethod
-    def position_after(self, batches: int, *, batch_size: int) -> Any:
+    def position_after(self, batches: int, by: Batching) -> Any:
         """Return the position after that many batches of each rank, from `start` on."""
 
     def write_position(self, position: Any, *, finished: bool) -> dict[str, Any]:  # noqa: ARG002 - others need it
@@ -246,13 +244,11 @@ class Resumable:
         """Return how many batches a loader must read again and discard."""
         return 0
 
-    def state_after(
-        self, batches: int, *, batch_size: int, drop_last: bool, exhausted: bool
-    ) -> dict[str, Any]:
+    def state_after(self, batches: int, by: Batching, *, exhausted: bool) -> dict[str, Any]:
         """Return the state after `batches` batches of each rank; it is the same on every rank."""
-        steps = self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last)
+        steps = self.steps_from(self.start, by)
         finished = self.finished or exhausted or (steps is not None and batches >= steps)
-        position = self.position_after(batches, batch_size=batch_size)
+        position = self.position_after(batches, by)
         return {
             "version": VERSION,
             "epoch": int(self.epoch),
@@ -272,16 +268,9 @@ class Resumable:
         Raises:
             StateMismatchError: It is damaged, or belongs to other data.
         """
-        self.restore(state, strict=strict)
+        self.restore(state, Batching(), strict=strict)
 
-    def restore(
-        self,
-        state: Mapping[str, Any],
-        *,
-        strict: bool,
-        batch_size: int = 1,
-        drop_last: bool = False,
-    ) -> None:
+    def restore(self, state: Mapping[str, Any], by: Batching, *, strict: bool) -> None:
         """Load a state; what is less than a step now counts as read, so no pass of it is empty."""
         parsed = parse_state(state)
         saved_seed, own = parsed["identity"].get("seed"), (self.seed, self.epoch)
@@ -296,7 +285,7 @@ class Resumable:
         except StateMismatchError:
             self.seed, self.epoch = own
             raise
-        steps = self.steps_from(self.start, batch_size=batch_size, drop_last=drop_last)
+        steps = self.steps_from(self.start, by)
         self.finished = parsed["finished"] or (steps == 0 and self.start != self.beginning)
         self._is_loaded = True
 
@@ -359,8 +348,8 @@ class DrawnSampler(Resumable, Sampler[T]):
         super().set_epoch(epoch)
         self._drawing = None
 
-    def restore(self, state: Mapping[str, Any], **options: Any) -> None:
-        super().restore(state, **options)
+    def restore(self, state: Mapping[str, Any], by: Batching, *, strict: bool) -> None:
+        super().restore(state, by, strict=strict)
         self._drawing = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -370,7 +359,7 @@ class DrawnSampler(Resumable, Sampler[T]):
         the state of `ddpsafe.data.DataLoader` instead, which counts the delivered batches.
         """
         drawn = 0 if self._drawing is None else self._drawing.count()
-        return self.state_after(drawn, batch_size=1, drop_last=False, exhausted=False)
+        return self.state_after(drawn, Batching(), exhausted=False)
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickle without the pass under way."""
@@ -450,9 +439,8 @@ class PositionSampler(DrawnSampler[int]):
             return -(-left // self.num_replicas)
         return len(range(rank, left, self.num_replicas))
 
-    def steps_from(self, position: int, *, batch_size: int, drop_last: bool, rank: int = 0) -> int:
-        share = self._share(rank, max(0, self.size() - position))
-        return share // batch_size if drop_last else -(-share // batch_size)
+    def steps_from(self, position: int, by: Batching, rank: int = 0) -> int:
+        return by.count(self._share(rank, max(0, self.size() - position)))
 
     def valid_samples(self) -> int:
         """Return how many of this rank's remaining samples are not repeats; repeats come last."""
@@ -464,8 +452,8 @@ class PositionSampler(DrawnSampler[int]):
         local = np.arange(start, stop, dtype=np.int64)
         return np.asarray((self.start + self.rank + self.num_replicas * local) % self.size())
 
-    def position_after(self, batches: int, *, batch_size: int) -> int:
-        consumed: int = self.start + batches * batch_size * self.num_replicas
+    def position_after(self, batches: int, by: Batching) -> int:
+        consumed: int = self.start + batches * by.batch_size * self.num_replicas
         return min(consumed, self.size())
 
     def write_position(self, position: int, *, finished: bool) -> dict[str, Any]:

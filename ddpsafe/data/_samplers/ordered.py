@@ -17,7 +17,7 @@ from ddpsafe.data.errors import DatasetChangedError, DataWarning
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sized
 
-    from ddpsafe.data._samplers.base import Lookup
+    from ddpsafe.data._samplers.base import Batching, Lookup
 
 
 class _OrderedSampler(PositionSampler):
@@ -203,9 +203,8 @@ class LocalSampler(_OrderedSampler):
     def __len__(self) -> int:
         return self.num_samples if self.start else len(self.dataset)
 
-    def steps_of_epoch(self, *, batch_size: int, drop_last: bool) -> int:
-        count = len(self.dataset)
-        return count // batch_size if drop_last else -(-count // batch_size)
+    def steps_of_epoch(self, by: Batching) -> int:
+        return by.count(len(self.dataset))
 
     def _check_dataset(self) -> None:
         if self.start:
