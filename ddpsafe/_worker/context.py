@@ -437,5 +437,5 @@ class RankContext:
         try:
             return stop.answer()
         except NoAgreementError as error:
-            missing = stop.missing()
+            missing = stop.others.missing()
             raise barrier_timeout_error(self, "stop_requested", missing, error.deadline) from None

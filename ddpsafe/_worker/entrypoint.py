@@ -61,10 +61,10 @@ from ddpsafe._wire.rank_pipe import (
     Sender,
 )
 from ddpsafe._wire.spec import open_log, unreported_mark
-from ddpsafe._worker import environment, pending_exception, stop_agreement
+from ddpsafe._worker import environment, pending_exception
 from ddpsafe._worker.inherited_place import prepare_interpreters
 from ddpsafe._worker.rank import this_rank
-from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls
+from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls, Stopping
 from ddpsafe._worker.stop_signals import prepare_helpers, set_death_signal
 
 if TYPE_CHECKING:
@@ -412,8 +412,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)
     # The calls of `stop_requested` are numbered, and the ranks agree on the number at which all stop.
     launcher_line = LauncherLine(sender, StopCalls())
-    stopping = stop_agreement.Stopping(launcher_line.calls, launcher_line)
-    this_rank.stopping = stopping
+    this_rank.stopping = stopping = Stopping(launcher_line)
     stacks = environment.Stacks(spec.logs)
     overflow = LogOverflow(spec.logs, sender.send)
     since_start = HeldClock()

@@ -10,7 +10,7 @@ import atexit
 import contextlib
 import signal
 import threading
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._wire.messages import AcceptsStop, AskedToStop, StopPromise, Stops
@@ -38,32 +38,29 @@ class NoAgreementError(Exception):
     """
 
     def __init__(self, deadline: Deadline) -> None:
-        """Keep the deadline."""
         super().__init__(deadline)
         self.deadline = deadline
 
 
 class StopCalls:
-    """Counts this rank's calls of `stop_requested`, and returns yes from the agreed call on."""
+    """Counts this rank's calls of `stop_requested`, and returns yes from the agreed call on.
+
+    Attributes:
+        count: The number of calls so far.
+    """
 
     def __init__(self) -> None:
-        """Start before the first call, without a request to stop."""
         self._lock = threading.Lock()
-        self._count = 0
+        self.count = 0
         self._promise: int | None = None
         self._agreed: int | None = None
         self._is_known = threading.Event()
-
-    @property
-    def count(self) -> int:
-        """Number of calls so far."""
-        return self._count
 
     def promise(self) -> int:
         """Return the number, from 1, of the first call that waits for `agree`; always the same one."""
         with self._lock:
             if self._promise is None:
-                self._promise = self._count + 1
+                self._promise = self.count + 1
             return self._promise
 
     def agree(self, call: int) -> None:
@@ -86,8 +83,8 @@ class StopCalls:
             NoAgreementError: The others did not promise within the limit, or cannot any more.
         """
         with self._lock:
-            self._count += 1
-            call, promise = self._count, self._promise
+            self.count += 1
+            call, promise = self.count, self._promise
         if promise is None or call < promise:
             return False
         if self._agreed is None:
@@ -99,52 +96,37 @@ class StopCalls:
         return call >= self._agreed
 
 
-class Others(Protocol):
-    """How a rank agrees with the others on stopping: through its launcher, or a store."""
+class Others:
+    """How a rank agrees with the others on stopping: through its launcher, or a store.
+
+    This class itself is for a world of one, which has no others to tell.
+
+    Args:
+        calls: This rank's calls.
+    """
+
+    def __init__(self, calls: StopCalls) -> None:
+        self.calls = calls
 
     def accept(self) -> None:
         """Report that this rank calls `stop_requested`; called once, at its first call."""
 
-    def ask(self, signum: signal.Signals) -> None:
+    def ask(self, signum: signal.Signals) -> None:  # noqa: ARG002 - others need it
         """Report that this rank received that signal, and so is asked to stop."""
+        self.calls.agree(self.calls.promise())
 
     def confirm(self) -> None:
         """Report that `stop_requested` returned true on this rank for the first time."""
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not promised yet."""
+        """Return the ranks that have not promised yet, as far as this rank knows."""
+        return []
 
     def leave(self) -> None:
         """Report that this rank does not call `stop_requested` any more."""
 
 
-class Alone:
-    """The other ranks in a world of one: there are none."""
-
-    def __init__(self, calls: StopCalls) -> None:
-        """Keep the calls of this rank."""
-        self._calls = calls
-
-    def accept(self) -> None:
-        """Do nothing: there are no others."""
-
-    def ask(self, signum: signal.Signals) -> None:
-        """Agree to stop at the next call."""
-        del signum
-        self._calls.agree(self._calls.promise())
-
-    def confirm(self) -> None:
-        """Do nothing: there are no others."""
-
-    def missing(self) -> list[int]:
-        """Return an empty list: there are no others."""
-        return []
-
-    def leave(self) -> None:
-        """Do nothing: there are no others."""
-
-
-class StopKeys:
+class StopKeys(Others):
     """Requests and promises in the ranks' store, and a thread that polls for them.
 
     A request may reach one rank only: one pod is evicted, one process is signalled. From the rank's
@@ -159,32 +141,27 @@ class StopKeys:
     """
 
     def __init__(self, store: Keys, *, rank: int, world_size: int, calls: StopCalls) -> None:
-        """Do not poll yet."""
+        super().__init__(calls)
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        self._calls = calls
         self._has_promised = threading.Lock()
         self._is_over = threading.Event()
         self._reader: threading.Thread | None = None
 
     def accept(self) -> None:
-        """Begin to poll."""
         self._reader = threading.Thread(target=self._read, name="ddpsafe-stop", daemon=True)
         self._reader.start()
         # The thread must not be inside the store's client while the interpreter shuts down.
         atexit.register(self._end_reading)
 
     def ask(self, signum: signal.Signals) -> None:
-        """Set the request in the store."""
         with contextlib.suppress(RuntimeError):  # the store exited with rank 0
             self._store.set(_ASKED, signum.name)
 
-    def confirm(self) -> None:
-        """Do nothing: every rank reads the agreement from the store."""
+    # It need not confirm: every rank reads the agreement from the store.
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not promised yet."""
         ranks = range(self._world_size)
         try:
             return [rank for rank in ranks if not self._store.check([_promise_of(rank)])]
@@ -212,16 +189,16 @@ class StopKeys:
             while not self._store.check([_AGREED]):
                 if self._is_over.wait(_AGREEMENT_POLL_S):
                     return
-            self._calls.agree(int(self._store.get(_AGREED)))
+            self.calls.agree(int(self._store.get(_AGREED)))
         except (RuntimeError, ValueError):
             # The store exited with rank 0, or another user wrote to it.
-            self._calls.give_up()
+            self.calls.give_up()
 
     def _promise(self) -> None:
         """Set this rank's promise, once; the last rank to do so sets the agreed call."""
         if not self._has_promised.acquire(blocking=False):
             return
-        self._store.set(_promise_of(self._rank), str(self._calls.promise()))
+        self._store.set(_promise_of(self._rank), str(self.calls.promise()))
         keys = [_promise_of(rank) for rank in range(self._world_size)]
         if self._store.check(keys):
             self._store.set(_AGREED, str(max(int(self._store.get(key)) for key in keys)))
@@ -231,24 +208,21 @@ def _promise_of(rank: int) -> str:
     return f"stop/promise/{rank}"
 
 
-class LauncherLine:
+class LauncherLine(Others):
     """Reports about stopping to this rank's launcher, which finds the agreement.
 
-    Attributes:
-        calls: This rank's calls.
+    The launcher knows which ranks are missing, and ends the ranks if they take too long. That a rank leaves
+    is implied by the report of its outcome.
     """
 
     def __init__(self, sender: Sender, calls: StopCalls) -> None:
-        """Keep the pipe to the launcher."""
+        super().__init__(calls)
         self._sender = sender
-        self.calls = calls
 
     def accept(self) -> None:
-        """Report that this rank reacts to a request to stop."""
         self._sender.send(AcceptsStop())
 
     def ask(self, signum: signal.Signals) -> None:
-        """Report the signal that asks this rank to stop."""
         self._sender.send(AskedToStop(signal_name=signum.name))
 
     def promise(self) -> None:
@@ -256,15 +230,7 @@ class LauncherLine:
         self._sender.send(StopPromise(call=self.calls.promise()))
 
     def confirm(self) -> None:
-        """Report that `stop_requested` returned true."""
         self._sender.send(Stops())
-
-    def missing(self) -> list[int]:
-        """Return an empty list: the launcher knows them, and ends the ranks if they take too long."""
-        return []
-
-    def leave(self) -> None:
-        """Do nothing: the report of the rank's outcome implies it."""
 
 
 class Stopping:
@@ -272,25 +238,21 @@ class Stopping:
 
     Nothing changes in a rank that never calls it: signals keep their effect, and no thread starts.
 
+    Args:
+        others: How to agree with the other ranks.
+        limit: See `StopCalls.answer`.
+
     Attributes:
-        calls: The rank's calls.
+        others: As above.
         signals: The stop signals that this process received.
         answered: Whether a call has returned true.
     """
 
-    def __init__(self, calls: StopCalls, others: Others, *, limit: timedelta | None = None) -> None:
-        """Do nothing before the first call.
-
-        Args:
-            calls: The rank's calls.
-            others: How to agree with the other ranks.
-            limit: See `StopCalls.answer`.
-        """
-        self.calls = calls
+    def __init__(self, others: Others, *, limit: timedelta | None = None) -> None:
+        self.others = others
         self._limit = limit
         self.signals = StopSignals()
         self.answered = False
-        self._others = others
         self._is_open = False
         self._has_asked = False
 
@@ -299,23 +261,15 @@ class Stopping:
         if not self._is_open:
             self._is_open = True
             self.signals.open()
-            self._others.accept()
+            self.others.accept()
         if self.signals.noted is not None and not self._has_asked:
             self._has_asked = True
-            self._others.ask(self.signals.noted)
-        answer = self.calls.answer(self._limit)
+            self.others.ask(self.signals.noted)
+        answer = self.others.calls.answer(self._limit)
         if answer and not self.answered:
             self.answered = True
-            self._others.confirm()
+            self.others.confirm()
         return answer
-
-    def missing(self) -> list[int]:
-        """Return the ranks for which the answer waits."""
-        return self._others.missing()
-
-    def leave(self) -> None:
-        """End this rank's part, so that the others do not wait for it."""
-        self._others.leave()
 
     def close(self) -> None:
         """Restore the signal handlers; a SIGTERM that no call has answered ends the process now."""

@@ -95,11 +95,9 @@ def test_unanswered_signal_ends_the_process(tmp_path: Path) -> None:
     """SIGTERM after the last call is not lost; SIGUSR1 is only a warning, and is dropped."""
     source = """
         import os, signal, sys
-        from ddpsafe._worker.stop_agreement import StopCalls
-        from ddpsafe._worker.stop_agreement import Alone, Stopping
+        from ddpsafe._worker.stop_agreement import Others, StopCalls, Stopping
 
-        calls = StopCalls()
-        stopping = Stopping(calls, Alone(calls))
+        stopping = Stopping(Others(StopCalls()))
         assert not stopping.answer()
         os.kill(os.getpid(), getattr(signal, sys.argv[1]))
         stopping.close()

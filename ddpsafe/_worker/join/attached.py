@@ -158,7 +158,7 @@ def _abandon(member: RankContext, exc: BaseException) -> None:
     """Leave on a failing path: no other rank waits for this one, now or at the end."""
     stop = _own_stopping()
     if stop is not None:
-        stop.leave()
+        stop.others.leave()
         stop.signals.close()
     control = member.control
     if control is not None:
@@ -269,7 +269,7 @@ def _close(member: RankContext, *, opened: bool) -> None:
     deadline = Deadline.after(member.barrier_timeout)
     stop = _own_stopping()
     if stop is not None:
-        stop.leave()
+        stop.others.leave()
     is_supervised = this_rank.is_launched
     missing = groups.close_group(member.control, deadline=deadline, is_supervised=is_supervised)
     if missing:

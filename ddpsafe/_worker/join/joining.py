@@ -18,13 +18,13 @@ from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import SignedKeys
 from ddpsafe._logging import name_rank
 from ddpsafe._secrets import take_own_secrets
-from ddpsafe._worker import environment, process_group, session, stop_agreement, torch_hooks
+from ddpsafe._worker import environment, process_group, session, torch_hooks
 from ddpsafe._worker.context import RankContext
 from ddpsafe._worker.join import network
 from ddpsafe._worker.join.store import open_stores
 from ddpsafe._worker.join.store_endpoint import find_endpoint, job_secret
 from ddpsafe._worker.rank import this_rank
-from ddpsafe._worker.stop_agreement import StopCalls, StopKeys
+from ddpsafe._worker.stop_agreement import Others, StopCalls, StopKeys, Stopping
 from ddpsafe._worker.stop_signals import prepare_helpers, protect_torchs_helper
 from ddpsafe._world import World, find_world, loopback_interfaces, require_int
 
@@ -298,13 +298,12 @@ def _remember(
     this_rank.context = member
     prepare_helpers()
     protect_torchs_helper()
-    calls = StopCalls()
-    if member.control is None:
-        this_rank.stopping = stop_agreement.Stopping(calls, stop_agreement.Alone(calls))
-        return member
-    store = member.control.store
-    stop_keys = StopKeys(store, rank=member.rank, world_size=member.world_size, calls=calls)
-    this_rank.stopping = stop_agreement.Stopping(calls, stop_keys, limit=member.barrier_timeout)
+    others = Others(StopCalls())
+    if control is not None:
+        others = StopKeys(
+            control.store, rank=world.rank, world_size=world.world_size, calls=others.calls
+        )
+    this_rank.stopping = Stopping(others, limit=member.barrier_timeout)
     return member
 
 
