@@ -16,6 +16,7 @@ import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
+from ddpsafe import _stdlib_private
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
 from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._logging import name_rank
@@ -60,7 +61,7 @@ from ddpsafe._wire.rank_pipe import (
     Claim,
     Sender,
 )
-from ddpsafe._wire.spec import open_log, unreported_mark
+from ddpsafe._wire.spec import open_log, semaphore_prefix, unreported_mark
 from ddpsafe._worker import environment, pending_exception
 from ddpsafe._worker.inherited_place import prepare_interpreters
 from ddpsafe._worker.rank import this_rank
@@ -165,25 +166,27 @@ _CALLERS = (__name__, "ddpsafe._worker.script", "ddpsafe._stdlib_private", "runp
 _LARGE_RESULT_BYTES = 1 << 20
 # How long a user's `__str__` may delay the position that the launcher has asked for.
 _DESCRIBE_S = 0.2
+# The path of a socket has at most 107 characters, and its name 17: listener-xxxxxxxx.
+_LONGEST_SOCKETS_FOLDER = 85
 
 
 class Reporter:
     """Sends this rank's reports to its launcher.
 
+    Args:
+        sender: The pipe to the launcher.
+        log: The file of the rank's stderr.
+        shared_fd: See `Inheritance.shared`.
+
     Attributes:
+        send: Sends a message as it is.
         phase: The phase that the rank is in.
         has_failed: Whether the rank has reported its failure, and only ends.
     """
 
     def __init__(self, sender: Sender, log: str, shared_fd: int) -> None:
-        """Start in the phase "starting".
-
-        Args:
-            sender: The pipe to the launcher.
-            log: The file of the rank's stderr.
-            shared_fd: See `Inheritance.shared`.
-        """
         self._sender = sender
+        self.send = sender.send
         self._log = log
         self._shared_fd = shared_fd
         self._has_shared = Claim(shared_fd)
@@ -296,10 +299,6 @@ class Reporter:
                 file.write(f"{text.rstrip()}\n")
                 unreported_mark(self._log).touch()
 
-    def position(self) -> None:
-        """Report where this rank is in the sequence of collectives."""
-        self._sender.send(read_position(asks_events=False))
-
     def whereabouts(self) -> None:
         """Report where this rank is and what its threads do, while it keeps running."""
         from ddpsafe._worker.whereabouts import read_whereabouts
@@ -344,18 +343,6 @@ class Reporter:
             return in_a_line(exc)
         self.raised(leaving, "in-flight")
         return ""
-
-    def checkpoint_folder(self, path: str) -> None:
-        """Report where the rank keeps checkpoints."""
-        self._sender.send(CheckpointFolder(path=path))
-
-    def finishing(self, *, has_threads: bool) -> None:
-        """Report that what still runs is the script's own: its threads, and then its exit functions."""
-        self._sender.send(Finishing(has_threads=has_threads))
-
-    def living_threads(self) -> None:
-        """Report which threads keep this process alive."""
-        self._sender.send(find_living_threads())
 
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that the user's ``except`` or ``finally`` is handling; return it."""
@@ -422,10 +409,10 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         is_child=spec.inherited_env is None,
         on_message={
             ALL_STARTED: since_start.release,
-            ASK_POSITION: reporter.position,
+            ASK_POSITION: lambda: sender.send(read_position(asks_events=False)),
             ASK_WHEREABOUTS: reporter.whereabouts,
             ASK_STACKS: lambda: reporter.evidence(stacks.show_all),
-            ASK_THREADS: reporter.living_threads,
+            ASK_THREADS: lambda: sender.send(find_living_threads()),
             ASK_STOP: launcher_line.promise,
             # A rank that has reported its failure ends by itself; the grace period limits that.
             END_NOW: lambda: None if reporter.has_failed else stopping.signals.die_of_sigterm(),
@@ -440,10 +427,14 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         if terminal is not None:
             terminal.note_environment()
         if spec.inherited_env is not None:
-            environment.restore_interrupt()
-        environment.use_start_method(spec.child_start_method)
-        environment.name_semaphores(spec.launch_id)
-        environment.use_sockets_folder(spec.store_dir)
+            # The fork server ignores SIGINT. Python's default is KeyboardInterrupt.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The start of this rank has changed how `multiprocessing` starts processes here.
+        multiprocessing.set_start_method(spec.child_start_method, force=True)
+        # The launcher recognises the semaphores of this rank and its child processes, and removes their sockets.
+        _stdlib_private.name_semaphores(semaphore_prefix(spec.launch_id))
+        if len(spec.store_dir) < _LONGEST_SOCKETS_FOLDER:
+            _stdlib_private.use_sockets_folder(spec.store_dir)
         prepare_helpers()
         prepare_interpreters()
         reporter.enter("loading")
@@ -482,8 +473,9 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
     from ddpsafe._worker import session
 
     session.leave(Deadline.after(spec.timeouts.barrier))
-    reporter.finishing(has_threads=True)
-    end_as_interpreter(after_threads=lambda: reporter.finishing(has_threads=False))
+    # What still runs is the script's own: its threads, and then its exit functions.
+    sender.send(Finishing(has_threads=True))
+    end_as_interpreter(after_threads=lambda: sender.send(Finishing(has_threads=False)))
     _flush()
     os._exit(0)
 
@@ -504,7 +496,7 @@ def _run_user_code(
         environment.count_steps(
             inheritance.shared.fd,
             after_step=pending_exception.after_step,
-            report_folder=reporter.checkpoint_folder,
+            report_folder=lambda path: reporter.send(CheckpointFolder(path=path)),
         )
         # In spawn style CUDA stays uninitialised: as under mp.spawn, the function may choose its GPUs
         # or fork.

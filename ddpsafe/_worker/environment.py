@@ -6,17 +6,14 @@ import contextlib
 import faulthandler
 import hashlib
 import io
-import multiprocessing
 import os
-import signal
 import sys
 from typing import IO, TYPE_CHECKING, Any, Final, TextIO, cast
 
-from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.log_overflow import LogStream
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
-from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log, semaphore_prefix
+from ddpsafe._wire.spec import SAFE_PATH, STACKS_SIGNAL, open_log
 from ddpsafe._worker.rank import this_rank
 from ddpsafe._worker.terminal import TerminalStream, find_terminal
 
@@ -28,9 +25,6 @@ if TYPE_CHECKING:
     from ddpsafe._wire.log_overflow import LogOverflow
     from ddpsafe._wire.spec import LogFiles, RankSpec
     from ddpsafe._worker.terminal import Terminal
-
-# The path of a socket has at most 107 characters, and its name 17: listener-xxxxxxxx.
-_LONGEST_SOCKETS_FOLDER: Final = 85
 
 # With it, torch's own rendezvous would make every store a client of an agent that does not exist
 # (pytorch #191989).
@@ -108,7 +102,6 @@ class Stacks:
     """The stacks of this rank's threads, written to a file when the launcher asks for them."""
 
     def __init__(self, logs: LogFiles) -> None:
-        """Write nothing yet."""
         self._logs = logs
         self._file: TextIO | None = None
         self._claim: Claim | None = None
@@ -180,31 +173,6 @@ def give_back() -> None:
         else:
             os.environ[name] = text
     this_rank.borrowed.clear()
-
-
-def name_semaphores(launch_id: str) -> None:
-    """Name the semaphores of this rank and its child processes so that the launcher recognises them."""
-    _stdlib_private.name_semaphores(semaphore_prefix(launch_id))
-
-
-def use_sockets_folder(folder: str) -> None:
-    """Have `multiprocessing` put its sockets into a folder that the launcher removes."""
-    if len(folder) < _LONGEST_SOCKETS_FOLDER:
-        _stdlib_private.use_sockets_folder(folder)
-
-
-def use_start_method(name: str | None) -> None:
-    """Set how `multiprocessing` starts processes here; the start of this rank has changed it.
-
-    Args:
-        name: See `RankSpec.child_start_method`.
-    """
-    multiprocessing.set_start_method(name, force=True)
-
-
-def restore_interrupt() -> None:
-    """Let SIGINT raise KeyboardInterrupt again, Python's default; the fork server ignores SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def use_threads(num_threads: int | None) -> None:

@@ -17,23 +17,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ddpsafe._wire.exception_facts import has_continued, note_wait
 from ddpsafe._worker.rank import this_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-class ExceptionReporter(Protocol):
-    """Reports to the launcher."""
-
-    def exception_in_flight(self) -> BaseException | None:
-        """Report the exception that this thread is handling; return it."""
-
-    def recovered(self) -> None:
-        """Withdraw the report."""
 
 
 @contextlib.contextmanager

@@ -34,8 +34,8 @@ def _end_at_once() -> None:
         os._exit(0)
 
 
-# The server itself ignores Ctrl-C, but only once all imports are done. `restore_interrupt` undoes this
-# in the ranks.
+# The server itself ignores Ctrl-C, but only once all imports are done. `run_rank` undoes this in
+# the ranks.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 # Schedulers often signal a whole process group, or all processes of a job, to make it stop. Ranks die

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ddpsafe._wire.rank_pipe import StepCounter
     from ddpsafe._wire.spec import RankSpec
     from ddpsafe._worker.context import RankContext
+    from ddpsafe._worker.entrypoint import Reporter
     from ddpsafe._worker.join.store_endpoint import StoreEndpoint
-    from ddpsafe._worker.pending_exception import ExceptionReporter
     from ddpsafe._worker.stop_agreement import Stopping
 
 
@@ -72,7 +72,7 @@ class ThisRank:
     since_start: Callable[[], float] = time.monotonic
     waits: Waits | None = None
     clients: dict[str, TCPStore] = field(default_factory=dict)
-    reporter: ExceptionReporter | None = None
+    reporter: Reporter | None = None
     reported: tuple[int, int] | None = None
     counter: StepCounter | None = None
     report_folder: Callable[[str], None] | None = None
