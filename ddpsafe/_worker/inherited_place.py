@@ -56,7 +56,7 @@ def refuse_to_join(mark: str) -> None:
 
 
 def _check_rendezvous() -> None:
-    torch_hooks.before_rendezvous(_require_own_place, os.environ)
+    torch_hooks.before_rendezvous(_require_own_place)
 
 
 def _require_own_place(scheme: str) -> None:

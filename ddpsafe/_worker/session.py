@@ -47,7 +47,6 @@ def install_hooks(spec: RankSpec) -> None:
     torch_hooks.use_launcher_store(
         lambda timeout: _store_of_all_ranks(spec, timeout),
         world_size=spec.world.world_size,
-        env=os.environ,  # type: ignore[arg-type]  # only read, as a mapping of str
         on_larger_group=lambda: _leave_loopback(spec),
     )
     if spec.style == "launch" or "collective" in spec.timeouts.chosen:

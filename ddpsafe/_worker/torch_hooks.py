@@ -124,7 +124,6 @@ def use_launcher_store(
     open_store: Callable[[timedelta | None], Store],
     *,
     world_size: int,
-    env: dict[str, str],
     on_larger_group: Callable[[], None],
 ) -> None:
     """Make the script's own ``init_process_group`` use the launcher's store.
@@ -137,61 +136,12 @@ def use_launcher_store(
         open_store: Waits for all ranks, with the timeout that the script passed, and opens a store
             under a prefix that no other group of this launch uses.
         world_size: The launch's number of ranks.
-        env: ``os.environ``, read at each rendezvous.
         on_larger_group: Called before a rendezvous of more ranks than this launch has: some may be
             on other hosts.
     """
-    handlers = _rendezvous_handlers()
-    for scheme in _SCHEMES:
-        stock = handlers.get(scheme)
-        if stock is not None:
-            handlers[scheme] = _handler(stock, open_store, world_size, env, on_larger_group)
 
-
-def before_rendezvous(check: Callable[[str], object], env: Mapping[str, str]) -> None:
-    """Call ``check(scheme)`` before ``init_process_group`` joins as the rank that the variables name.
-
-    Args:
-        check: Raises if the process must not do that.
-        env: ``os.environ``, read at each rendezvous.
-    """
-
-    def rendezvous(scheme: str, stock: Handler, url: str, **options: Any) -> Rendezvous:
-        rank, size = _place_in(url, env)
-        if size > 1 and (rank, size) == _place_in("env://", env):
-            check(scheme)
-        return stock(url, **options)
-
-    handlers = _rendezvous_handlers()
-    for scheme in _SCHEMES:
-        if scheme in handlers:
-            handlers[scheme] = functools.partial(rendezvous, scheme, handlers[scheme])
-
-
-def _rendezvous_handlers() -> dict[str, Handler]:
-    # The public `register_rendezvous_handler` refuses to replace a scheme, hence the private table.
-    # The attribute `torch.distributed.rendezvous` is the function, not the module.
-    module = importlib.import_module("torch.distributed.rendezvous")
-    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
-    return handlers
-
-
-def _place_in(url: str, env: Mapping[str, str]) -> tuple[int, int]:
-    """Return the rank and the number of ranks that a rendezvous is about; -1 if they are unknown."""
-    query = parse_qs(urlparse(url).query)
-    rank = int(query.get("rank", [env.get("RANK", "-1")])[0])
-    return rank, int(query.get("world_size", [env.get("WORLD_SIZE", "-1")])[0])
-
-
-def _handler(
-    stock: Handler,
-    open_store: Callable[[timedelta | None], Store],
-    world_size: int,
-    env: dict[str, str],
-    on_larger_group: Callable[[], None],
-) -> Handler:
-    def handler(url: str, **options: Any) -> Rendezvous:
-        rank, size = _place_in(url, env)
+    def rendezvous(_: str, stock: Handler, url: str, **options: Any) -> Rendezvous:
+        rank, size = _place_in(url)
         if size == world_size and 0 <= rank < size:
             yield open_store(options.get("timeout")), rank, size
         else:
@@ -199,7 +149,41 @@ def _handler(
                 on_larger_group()
             yield from stock(url, **options)
 
-    return handler
+    _replace_rendezvous(rendezvous)
+
+
+def before_rendezvous(check: Callable[[str], object]) -> None:
+    """Call ``check(scheme)`` before ``init_process_group`` joins as the rank that the variables name.
+
+    Args:
+        check: Raises if the process must not do that.
+    """
+
+    def rendezvous(scheme: str, stock: Handler, url: str, **options: Any) -> Rendezvous:
+        rank, size = _place_in(url)
+        if size > 1 and (rank, size) == _place_in("env://"):
+            check(scheme)
+        return stock(url, **options)
+
+    _replace_rendezvous(rendezvous)
+
+
+def _replace_rendezvous(rendezvous: Callable[..., Rendezvous]) -> None:
+    """Have ``rendezvous(scheme, stock, url, **options)`` called in place of each stock handler."""
+    # The public `register_rendezvous_handler` refuses to replace a scheme, hence the private table.
+    # The attribute `torch.distributed.rendezvous` is the function, not the module.
+    module = importlib.import_module("torch.distributed.rendezvous")
+    handlers: dict[str, Handler] = getattr(module, "_rendezvous_handlers", {})
+    for scheme in _SCHEMES:
+        if scheme in handlers:
+            handlers[scheme] = functools.partial(rendezvous, scheme, handlers[scheme])
+
+
+def _place_in(url: str) -> tuple[int, int]:
+    """Return the rank and the number of ranks that a rendezvous is about; -1 if they are unknown."""
+    query = parse_qs(urlparse(url).query)
+    rank = int(query.get("rank", [os.environ.get("RANK", "-1")])[0])
+    return rank, int(query.get("world_size", [os.environ.get("WORLD_SIZE", "-1")])[0])
 
 
 def after_worker_signals(then: Callable[[], None]) -> None:
