@@ -339,6 +339,14 @@ def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
+def open_server(address: str, port: int) -> socket.socket:
+    """Listen at one address, or at all of this host if that is empty."""
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else family_of(address)
+    place = (address, port)
+    return socket.create_server(place, family=family, backlog=1024, dualstack_ipv6=is_dual)
+
+
 def find_listener(port: int) -> psutil.Process | None:
     """Return the process that listens on a port, if this user may see it."""
     import psutil
@@ -541,11 +549,7 @@ def _find_cpp_log_level() -> ctypes.c_int | None:
 
 
 def bind_in(ports: str | None, bind: Callable[[int], socket.socket]) -> socket.socket:
-    """Return a socket that is bound to a free port of a range, or to any if there is none.
-
-    Args:
-        ports: The range, ``first-last``.
-        bind: Binds one to a port.
+    """Return a socket that `bind` has bound to a free port of the range ``first-last``, or to any port.
 
     Raises:
         OSError: No port of the range is free.

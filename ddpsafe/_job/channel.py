@@ -45,7 +45,7 @@ import tenacity
 from pydantic import TypeAdapter, ValidationError
 
 from ddpsafe._clock import Deadline
-from ddpsafe._host import end_when_silent
+from ddpsafe._host import end_when_silent, open_server
 from ddpsafe._limits import LAUNCHER_SILENCE_S, LOSS_S
 from ddpsafe._logging import get_logger
 
@@ -208,7 +208,6 @@ class Codec(Generic[MessageT]):
     """
 
     def __init__(self, *messages: type, routine: tuple[type, ...] = ()) -> None:
-        """Know these messages by the names of their classes."""
         self._classes = {cls.__name__: cls for cls in (Hello, Alive, Goodbye, *messages)}
         self.routine = (Alive, *routine)
 
@@ -544,7 +543,6 @@ class _LineSigner:
     CHARS: Final = 32
 
     def __init__(self, secret: bytes, scope: str, side: str, nonces: str) -> None:
-        """Derive the key of this direction."""
         text = f"{_VERSION}\0lines\0{side}\0{scope}\0{nonces}"
         key = hmac.digest(secret, text.encode(), "sha256")
         self._keyed = hmac.new(key, digestmod="sha256")  # a copy costs half as much as a new one
@@ -597,9 +595,8 @@ class Channel(Generic[NameT, MessageT]):
         self._peers: dict[NameT, _Peer[NameT]] = {}
         self._lost_clocks: dict[NameT, ClockComparison] = {}
         self._dial_again: Callable[[_Peer[NameT]], tuple[_Connection[NameT], int]] | None = None
-        self._ungreeted: dict[
-            _Connection[NameT], None
-        ] = {}  # a dict, as an ordered set: oldest first
+        # A dict, as an ordered set: oldest first.
+        self._ungreeted: dict[_Connection[NameT], None] = {}
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._news_read, self._news_write = os.pipe()
@@ -654,7 +651,8 @@ class Channel(Generic[NameT, MessageT]):
         Raises:
             OSError: The port, or any port, cannot be opened there.
         """
-        listening = _open_server(address, port)  # first: if it fails, no other descriptor is open
+        listening = open_server(address, port)  # first: if it fails, no other descriptor is open
+        _keep_packets_small(listening)
         channel = cls(secret, scope, codec, node_loss)
         channel._listening = listening
         channel._listening.settimeout(0)
@@ -937,9 +935,9 @@ class Channel(Generic[NameT, MessageT]):
         if self._warned_of is None or len(self._warned_of) >= _MAX_OTHER_PROGRAMS:
             return
         is_cut = not said or said.startswith(b"{")  # perhaps a greeting that the network has cut
-        if connection.host in self._warned_of or (
-            is_cut and connection.host in self._hosts_of_nodes()
-        ):
+        with self._lock:
+            is_of_node = connection.host in {each.host for each in self._connections()}
+        if connection.host in self._warned_of or (is_cut and is_of_node):
             return
         self._warned_of.add(connection.host)
         kind = next(name for start, name in _OTHER_PROGRAMS if start.match(said))
@@ -950,10 +948,6 @@ class Channel(Generic[NameT, MessageT]):
             self.port,
             kind,
         )
-
-    def _hosts_of_nodes(self) -> set[str]:
-        with self._lock:
-            return {connection.host for connection in self._connections()}
 
     def _send_alive(self) -> None:
         """Have each participant answer, except those that have not done so for long."""
@@ -1264,16 +1258,6 @@ def _silent_s(connection: socket.socket) -> float:
         return math.inf
     silent_ms: tuple[int, int] = struct.unpack_from("=II", info, _LAST_RECEIVED)
     return min(silent_ms) / 1000
-
-
-def _open_server(address: str, port: int) -> socket.socket:
-    is_dual = not address and socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
-    listening = socket.create_server(
-        (address, port), family=family, backlog=1024, dualstack_ipv6=is_dual
-    )
-    _keep_packets_small(listening)
-    return listening
 
 
 def _open_connection(address: tuple[str, int], deadline: Deadline) -> socket.socket:

@@ -20,13 +20,13 @@ from ddpsafe._config.interfaces import NCCL
 from ddpsafe._errors import ConfigError, Explanation, PreflightError, RendezvousTimeoutError
 from ddpsafe._host import (
     bind_in,
-    family_of,
     find_address_towards,
     find_interface_of,
     interface_variables,
     is_loopback,
     list_interfaces,
     look_up,
+    open_server,
     open_tcp_store,
 )
 from ddpsafe._job.channel import RefusedError
@@ -52,7 +52,6 @@ _REFUSALS: Final = 2
 """After so many dials what answers is another program, and not a launcher that starts or ends just now."""
 
 _HANDSHAKE: Final = timedelta(seconds=10)
-_BACKLOG: Final = 1024
 _DNS_RETRY_S: Final = 10.0
 NO_ANSWER_WARNING_S: Final = 5.0
 
@@ -270,21 +269,20 @@ class JobEndpoint:
             RendezvousTimeoutError: It does not answer in time.
         """
         return self.call(
-            lambda: self._dial(self._host, self._endpoint.port), _HANDSHAKE, _close_channel
+            lambda: self._dial(self._host, self._endpoint.port),
+            _HANDSHAKE,
+            lambda channel: channel.close(),
         )
 
     def _resolve(self, deadline: Deadline) -> list[str]:
-        def look_up() -> list[str]:
-            retrying = tenacity.Retrying(  # a pod's name may appear in DNS later than the pod
-                stop=lambda _: deadline.expired() or deadline.waited_s() > _DNS_RETRY_S,
-                wait=tenacity.wait_fixed(0.5),
-                retry=tenacity.retry_if_exception_type(OSError),
-                reraise=True,
-            )
-            return retrying(self._look_up)
-
+        retrying = tenacity.Retrying(  # a pod's name may appear in DNS later than the pod
+            stop=lambda _: deadline.expired() or deadline.waited_s() > _DNS_RETRY_S,
+            wait=tenacity.wait_fixed(0.5),
+            retry=tenacity.retry_if_exception_type(OSError),
+            reraise=True,
+        )
         try:
-            return self.call(look_up, timedelta(seconds=2 * _DNS_RETRY_S))
+            return self.call(lambda: retrying(self._look_up), timedelta(seconds=2 * _DNS_RETRY_S))
         except (OSError, UnicodeError) as exc:
             here, host = socket.gethostname(), self._endpoint.host
             what = f"{here} cannot resolve {host}, the host of the endpoint: {exc}."
@@ -426,7 +424,7 @@ class JobEndpoint:
                 return channel
             limit_s = max(_FIND_S, deadline.remaining_s())
             try:
-                return self.call(find, timedelta(seconds=limit_s), _close_channel)
+                return self.call(find, timedelta(seconds=limit_s), lambda late: late.close())
             except RendezvousTimeoutError:
                 why = why or f"neither the name server nor the host answers{leads_to}"
             except (OSError, RefusedError) as exc:
@@ -534,12 +532,7 @@ def rank_store(address: str, ports: str | None = None) -> Iterator[int]:
 
 def listen_at(address: str, ports: str | None) -> socket.socket:
     """Listen at one address, on a free port of a range, or on any if there is none."""
-    return bind_in(
-        ports,
-        lambda port: socket.create_server(
-            (address, port), family=family_of(address), backlog=_BACKLOG
-        ),
-    )
+    return bind_in(ports, lambda port: open_server(address, port))
 
 
 def key_of(config: LaunchConfig) -> bytes:
@@ -553,10 +546,6 @@ def key_of(config: LaunchConfig) -> bytes:
         return key_of_secret(secret)
     facts = (str(config.rendezvous.endpoint), config.rendezvous.id or "")
     return hashlib.sha256("\0".join(("derived", *facts)).encode()).digest()
-
-
-def _close_channel(channel: Channel[Any, Any]) -> None:
-    channel.close()
 
 
 def _without_loopback(addresses: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ import tenacity
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._errors import Explanation, PreflightError, RendezvousTimeoutError
-from ddpsafe._host import family_of, listener_text, look_up, open_tcp_store, serves_by_libuv
+from ddpsafe._host import listener_text, look_up, open_server, open_tcp_store, serves_by_libuv
 from ddpsafe._job.agreement import Absence
 from ddpsafe._job.control import Control
 from ddpsafe._job.store_keys import SignedKeys
@@ -88,7 +88,6 @@ def _read(store: Keys, key: str) -> str | None:
 
 _CONNECT_S: Final = 2.0
 _MAX_STORE_TIMEOUT_S: Final = 86_400.0  # a deadline may be infinite, a timedelta not
-_BACKLOG: Final = 1024
 # A pod's or a node's name may appear in DNS a little later than the pod itself.
 _DNS_RETRY: Final = timedelta(seconds=10)
 
@@ -307,19 +306,10 @@ def _connect(
 def _listen(endpoint: StoreEndpoint, world: World) -> socket.socket:
     """Listen on the port; on one node only at the address of MASTER_ADDR."""
     try:
-        if not endpoint.is_on_this_host:
-            if socket.has_dualstack_ipv6():
-                return socket.create_server(
-                    ("", endpoint.port),
-                    family=socket.AF_INET6,
-                    backlog=_BACKLOG,
-                    dualstack_ipv6=True,
-                )
-            return socket.create_server(("", endpoint.port), backlog=_BACKLOG)
-        # Not on every interface: torch accepts whoever can connect.
-        address = look_up(endpoint.host, endpoint.port)[0]
-        place = (address, endpoint.port)
-        return socket.create_server(place, family=family_of(address), backlog=_BACKLOG)
+        # On every interface only where other hosts need it: torch accepts whoever can connect.
+        is_local = endpoint.is_on_this_host
+        address = look_up(endpoint.host, endpoint.port)[0] if is_local else ""
+        return open_server(address, endpoint.port)
     except OSError as exc:
         what = f"{world} cannot serve the store at {endpoint}: {exc.strerror or exc}."
         cause = "MASTER_ADDR is not an address of this host, or its name resolves to another one."
