@@ -227,7 +227,6 @@ class Exchange:
     """All ranks send the leader a message, and the leader sends all of them one answer."""
 
     def __init__(self, group: RankGroup, name: str, index: int, call: str) -> None:
-        """Begin; see `RankGroup.begin`."""
         self._group = group
         self._name = f"{name}/{index}"
         self._sent, self._answered, self._number = f"{name}/sent", f"{name}/answer", index + 1

@@ -80,7 +80,6 @@ class Waits:
     _MAX_KEYS: Final = 1_000  # a script may name a barrier after its step
 
     def __init__(self) -> None:
-        """Begin without any."""
         self.done: dict[str, int] = {}
         self.now: dict[int, StoreWait] = {}
         self.callers: set[int] = set()
@@ -138,7 +137,6 @@ class Control:
     def __init__(
         self, store: Keys, *, rank: int, world_size: int, served_by_rank_zero: bool = False
     ) -> None:
-        """Keep the connection."""
         self.store = store
         self._rank = rank
         self._world_size = world_size

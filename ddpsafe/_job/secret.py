@@ -30,7 +30,6 @@ class Signer:
     _MAC_CHARS: Final = 64
 
     def __init__(self, secret: bytes, scope: str) -> None:
-        """Derive the signing key of the scope."""
         self._key = hmac.digest(secret, f"ddpsafe {scope}".encode(), "sha256")
 
     def sign(self, key: str, value: bytes) -> bytes:

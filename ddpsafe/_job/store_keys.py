@@ -64,7 +64,6 @@ class FolderStore:
     _MOST_KEPT: Final = 1_000
 
     def __init__(self, folder: Path) -> None:
-        """Make the folder."""
         self._folder = str(folder)
         self._own: dict[str, bytes] = {}
         self._made: tuple[int, int] | None = None
@@ -79,12 +78,10 @@ class FolderStore:
         self._keep(key, data)
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
         # A key that was set a moment ago is put back by the rank that set it.
         return self._made_again(lambda: self._read(key))
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether all the keys are set."""
         if all(os.path.exists(self._path(key)) for key in keys):  # noqa: PTH110 - as above
             return True
         if self._is_new():
@@ -104,7 +101,6 @@ class FolderStore:
         return value
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; return whether it was set."""
         self._own.pop(key, None)
         try:
             os.unlink(self._path(key))  # noqa: PTH108 - as above
@@ -197,15 +193,12 @@ class ReopenedStore:
     def __init__(
         self, open_store: Callable[[], Keys], reopen_store: Callable[[], Keys] | None = None
     ) -> None:
-        """Connect to it."""
         self._reopen_store = reopen_store or open_store
         self._store = open_store()
         self._lock = threading.Lock()
         self._is_lost = False
 
     def set(self, key: str, value: str | bytes, /) -> None:
-        """Set a key."""
-
         def set_key(store: Keys) -> None:
             store.set(key, value)  # type: ignore[arg-type]  # all take bytes too
             # torch's stores answer to this only: a lost key would not be noticed.
@@ -214,19 +207,15 @@ class ReopenedStore:
         self._call(set_key)
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
         return self._call(lambda store: store.get(key))
 
     def check(self, keys: list[str], /) -> bool:
-        """Return whether all the keys are set."""
         return self._call(lambda store: store.check(keys))
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it has the expected value, empty for not set; return its value afterwards."""
         return self._call(lambda store: store.compare_set(key, expected, desired))
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; return whether it was set."""
         return self._call(lambda store: store.delete_key(key))
 
     def _call(self, use: Callable[[Keys], T]) -> T:
@@ -264,7 +253,6 @@ class SignedKeys:
     _MAX_TRIES: Final = 8
 
     def __init__(self, store: Keys, secret: bytes, scope: str) -> None:
-        """Sign for that scope."""
         self._store = store
         self._signer = Signer(secret, scope)
 
@@ -273,7 +261,6 @@ class SignedKeys:
         self._store.set(key, self._sign(key, value))  # type: ignore[arg-type]  # all take bytes too
 
     def get(self, key: str, /) -> bytes:
-        """Return the value of a key that is set."""
         value = self._find(key)
         if value is None:
             # RuntimeError, as torch's stores raise when their server has exited.
@@ -285,7 +272,6 @@ class SignedKeys:
         return self._store.check(keys) and all(self._find(key) is not None for key in keys)
 
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Set a key if it has the expected value, empty for not set; return its value afterwards."""
         signed = self._sign(key, desired)
         known = self._sign(key, expected) if expected else b""
         for _ in range(self._MAX_TRIES):  # an unsigned value counts as not set: replace it
@@ -297,7 +283,6 @@ class SignedKeys:
         raise RuntimeError(f"another program keeps writing to {key}")
 
     def delete_key(self, key: str, /) -> bool:
-        """Remove a key; return whether it was set."""
         return self._store.delete_key(key)
 
     def _find(self, key: str) -> bytes | None:

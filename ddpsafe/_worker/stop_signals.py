@@ -60,7 +60,6 @@ class StopSignals:
     """
 
     def __init__(self) -> None:
-        """Change no handler yet."""
         self._before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._is_open = False

@@ -67,7 +67,6 @@ class TerminalStream(LogStream):
     """The lowest layer of a stream that the console draws."""
 
     def __init__(self, fd: int, overflow: LogOverflow, terminal: Terminal) -> None:
-        """Write to the descriptor, which stays open."""
         super().__init__(fd, overflow)
         self._terminal = terminal
 
