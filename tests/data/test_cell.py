@@ -269,9 +269,8 @@ def test_nested_loops_over_one_loader_work_as_with_torch(num_workers: int) -> No
     loader, _ = loader_of("ddpsafe's", num_workers=num_workers)
     with pytest.warns(DataWarning, match="counts only the newest one") as caught:
         lengths = [len(list(loader)) for _ in loader]
-    told = [
-        each for each in caught if each.category is DataWarning
-    ]  # Python 3.12 warns about forks
+    # Python 3.12 warns about forks.
+    told = [each for each in caught if each.category is DataWarning]
     assert (lengths, len(told)) == ([STEPS] * STEPS, 1)
 
 

@@ -74,42 +74,30 @@ def test_labels_are_compared_where_the_dataset_lists_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "others", "is_split", "advice"),
+    ("parts", "others", "facts", "advice"),
     [
-        ([("a", False), ("1", True)], [("a", False), ("2", True)], False, "number them"),
-        ([("7", True), ("1", True)], [("7", True), ("2", True)], False, "number them"),
-        ([("a", False), ("1", True)], [("b", False), ("1", True)], False, "shuffled, filtered"),
-        ([("a", False), ("1", True)], [("b", False), ("1", True)], True, "random_split"),
-        ([("a", False)], [("b", False)], False, "shuffled, filtered"),
-        (None, None, False, "shuffled, filtered"),
+        ([("a", False), ("1", True)], [("a", False), ("2", True)], {}, "number them"),
+        ([("7", True), ("1", True)], [("7", True), ("2", True)], {}, "number them"),
+        ([("a", False), ("1", True)], [("b", False), ("1", True)], {}, "shuffled, filtered"),
+        ([("a", False)], [("b", False)], {"is_split": True}, "random_split"),
+        ([("a", False)], [("b", False)], {}, "shuffled, filtered"),
+        (None, None, {}, "shuffled, filtered"),
+        # A generator changes which samples a part has, and not how many.
+        (None, None, {"is_split": True, "same_length": False}, "missing on a host"),
     ],
 )
 def test_the_advice_is_about_what_differs(
-    *, parts: Any, others: Any, is_split: bool, advice: str
+    parts: Any, others: Any, facts: dict[str, bool], advice: str
 ) -> None:
     """Equal inputs with other labels are not a matter of the listing, nor is a split."""
+    same: dict[str, Any] = {"same_length": True, "same_samples": False, "is_split": False}
     difference = UnequalData(
-        same_length=True,
-        same_samples=False,
+        **{**same, **facts},
         only_labels=has_equal_input(parts, others),
-        is_split=is_split,
         has_paths=False,
     )
     rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
     assert advice in f"{rule.cause} {rule.fix}"
-
-
-def test_splits_of_other_lengths_are_not_blamed_on_their_generator() -> None:
-    """A generator changes which samples a part has, and not how many."""
-    difference = UnequalData(
-        same_length=False,
-        same_samples=True,
-        only_labels=False,
-        is_split=True,
-        has_paths=False,
-    )
-    rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
-    assert "missing on a host" in rule.cause
 
 
 def test_an_error_that_all_ranks_raise_is_shown_once(tmp_path: Path) -> None:

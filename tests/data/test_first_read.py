@@ -90,9 +90,8 @@ def test_lazily_opened_dataset_reads_in_workers_as_with_torch(kind: Any, folder:
     ours = DataLoader(dataset, 4, num_workers=1, multiprocessing_context="fork")
     theirs = TorchDataLoader(kind(folder), 4, num_workers=1, multiprocessing_context="fork")
     assert [b.tolist() for b in ours] == [b.tolist() for b in theirs]
-    assert [dataset[index] for index in range(N)] == list(
-        range(10, 10 + N)
-    )  # opens again, in this process
+    # Opens again, in this process.
+    assert [dataset[index] for index in range(N)] == list(range(10, 10 + N))
     LazyOnClass.shared = None
 
 

@@ -71,9 +71,8 @@ def test_batches_that_exceed_shared_memory_give_one_warning(
         loader = DataLoader(TensorDataset(torch.ones(64, 1000)), 32, num_workers=1)
     with pytest.warns(DataWarning, match="in flight for each of 100000000 ranks") as caught:
         list(loader)
-    (said,) = [
-        each for each in caught if each.category is DataWarning
-    ]  # Python 3.12 warns about forks
+    # Python 3.12 warns about forks.
+    (said,) = [each for each in caught if each.category is DataWarning]
     assert "--shm-size" in str(said.message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

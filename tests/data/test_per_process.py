@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from data_programs import EagerRecords, Records, open_raw, write_records
+from data_programs import Records, open_raw, write_records
 
 from ddpsafe.data import DataLoader, DistributedSampler, PerProcess
 
@@ -57,14 +57,6 @@ def test_no_record_is_wrong_if_the_parent_has_read_first(records: str, method: s
     closed = Path(records + ".closed").read_text().split()
     assert sorted(map(int, closed)) == sorted(pids)
     dataset.file.close()
-
-
-def test_eagerly_opened_handle_is_refused(records: str) -> None:
-    """It could read other workers' records, so the error has the path to the handle."""
-    dataset = EagerRecords(records, 100)
-    with pytest.raises(Exception, match=r"dataset\.reader\['file'\]"):
-        iter(DataLoader(dataset, 4, num_workers=2))
-    dataset.reader["file"].close()
 
 
 def open_counted(log: list[int]) -> object:

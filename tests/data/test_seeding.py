@@ -160,6 +160,5 @@ def test_seed_of_the_launch_determines_every_order_and_draw() -> None:
         assert first != second
     draws = [draw for run in values for rank in (0, 1) for draw in run[rank]["draws"]]
     assert len(set(draws)) == len(draws)
-    assert all(
-        run[0]["torch"] == run[1]["torch"] for run in values
-    )  # the training's own draws are unaffected
+    # The training's own draws are unaffected.
+    assert all(run[0]["torch"] == run[1]["torch"] for run in values)

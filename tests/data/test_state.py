@@ -159,6 +159,8 @@ STEPS: dict[str, tuple[list[Any], tuple[int, int | None]]] = {
     "in the middle of a later epoch": (["pass", "pass", 2], (2, 2)),
     "after a pass that was left": ([1, 2], (1, 2)),
     "after set_epoch": ([2, "set 5"], (5, 0)),
+    "after set_epoch, before any pass": (["set 3"], (3, 0)),
+    "after a whole pass and set_epoch": (["pass", "set 3"], (3, 0)),
     "after set_epoch of the same epoch": ([2, "set 0"], (0, 0)),
     "after set_epoch and a look": (["set 5", 1], (5, 1)),
     "at the beginning of a loop's epoch": (["loop", "break"], (0, 0)),

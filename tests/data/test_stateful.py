@@ -449,14 +449,6 @@ def test_state_before_the_first_batch_includes_the_dataset(num_workers: int) -> 
     assert [plain(batch) for batch in loader] == batches
 
 
-def test_state_before_the_first_batch_has_the_epoch_that_was_set() -> None:
-    """A sampler without an epoch has none to save, so the loader saves its own."""
-    left, right = (DataLoader(Numbers(N), 4, sampler=SequentialSampler(range(N))) for _ in range(2))
-    left.set_epoch(3)
-    right.load_state_dict(left.state_dict())
-    assert next(iter(right.epochs(10))) == 3
-
-
 @pytest.mark.parametrize(
     "kind", ["map dataset with state", "generator with state", "RandomSampler"]
 )
@@ -473,16 +465,6 @@ def test_a_finished_epoch_that_is_set_again_is_empty(kind: str, num_workers: int
         assert list(resumed) == []
     assert resumed.state_dict()["finished"]
     assert len(list(resumed)) == count
-
-
-def test_state_after_an_epoch_was_set_is_of_that_epoch() -> None:
-    """Before, it was that of the last pass, and the epoch that was set was lost."""
-    left, right = (make("SequentialSampler", 0) for _ in range(2))
-    list(left)
-    left.set_epoch(3)
-    right.load_state_dict(left.state_dict())
-    assert next(iter(right.epochs(10))) == 3
-    assert len(list(right)) == len(list(left))
 
 
 def test_nested_loops_do_not_disturb_the_position() -> None:

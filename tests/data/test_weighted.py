@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -94,17 +93,3 @@ def test_more_weights_than_torch_supports() -> None:
     counts = Counter(WeightedSampler(values, 4000, num_replicas=1, rank=0))
     assert set(counts) == {5, n - 1}
     assert 2700 < counts[n - 1] < 3300
-
-
-def test_resume_continues_the_stream() -> None:
-    """A resume by draws continues at the position in another world."""
-    whole = list(WeightedSampler(torch.arange(10.0), 60, num_replicas=1, rank=0))
-    sampler = WeightedSampler(torch.arange(10.0), 60, num_replicas=2, rank=0)
-    iterator = iter(sampler)
-    for _ in range(10):
-        next(iterator)
-    resumed = [WeightedSampler(torch.arange(10.0), 60, num_replicas=4, rank=r) for r in range(4)]
-    for each in resumed:
-        each.load_state_dict(sampler.state_dict())
-    shares = [list(each) for each in resumed]
-    assert [shares[p % 4][p // 4] for p in range(40)] == whole[20:]

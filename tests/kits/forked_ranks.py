@@ -69,6 +69,12 @@ def free_port() -> int:
         return port
 
 
+def hand_started(ranks: int) -> list[dict[str, str]]:
+    """Return the variables of that many ranks, which meet at a free port."""
+    port = free_port()
+    return [by_hand(rank, ranks, port) for rank in range(ranks)]
+
+
 def run(
     program: Callable[..., object], envs: Sequence[Env], *args: object, folder: Path
 ) -> list[Ended]:

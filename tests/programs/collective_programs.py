@@ -203,9 +203,8 @@ def come_after_the_timeout(ctx: RankContext, folder: Path) -> None:
         average_gradients()
     except RuntimeError:
         (folder / "given-up").touch()
-        scripts.wait_until(
-            (folder / "comes").exists
-        )  # on a busy core it may not be awake for a second
+        # On a busy core it may not be awake for a second.
+        scripts.wait_until((folder / "comes").exists)
         raise
 
 

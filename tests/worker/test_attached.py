@@ -17,7 +17,7 @@ import forked_ranks
 import machine
 import pytest
 import scripts
-from forked_ranks import by_hand, free_port
+from forked_ranks import by_hand, free_port, hand_started
 
 import ddpsafe
 from ddpsafe._clock import Deadline
@@ -305,8 +305,7 @@ def test_single_process_needs_no_port(tmp_path: Path) -> None:
 
 def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
     """With MASTER_ADDR=127.0.0.1, neither the store nor gloo is reachable from another host."""
-    port = free_port()
-    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    envs = hand_started(2)
     found = forked_ranks.values(forked_ranks.run(programs.listen_together, envs, folder=tmp_path))
     assert [set(each) for each in found] == [LOOPBACK, LOOPBACK]
 
@@ -318,16 +317,14 @@ def test_ranks_of_one_node_listen_on_loopback_only(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cycles", [5, pytest.param(50, marks=pytest.mark.soak)])
 def test_setup_and_cleanup_can_be_repeated(cycles: int, tmp_path: Path) -> None:
     """Consecutive groups share one MASTER_PORT, and no rank joins an earlier group."""
-    port = free_port()
-    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    envs = hand_started(2)
     ranks = forked_ranks.run(programs.join_again_and_again, envs, cycles, folder=tmp_path)
     assert forked_ranks.values(ranks) == [[2.0 * cycle + 1 for cycle in range(cycles)]] * 2
 
 
 def test_cleanup_is_safe_at_any_time(tmp_path: Path) -> None:
     """Before setup, and when called again after the first time, it does nothing."""
-    port = free_port()
-    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    envs = hand_started(2)
     ranks = forked_ranks.run(programs.clean_up_too_often, envs, folder=tmp_path)
     assert forked_ranks.values(ranks) == [[False, False, False]] * 2
 
@@ -386,8 +383,7 @@ def test_exit_with_any_code_is_reported_to_the_other_ranks(code: Any, *, is_fail
 
 def test_failure_of_rank_zero_reaches_the_ranks_that_wait_for_it(tmp_path: Path) -> None:
     """Rank 0 serves the store and exits, yet the others learn the reason at once."""
-    port = free_port()
-    envs = [by_hand(rank, 3, port) for rank in range(3)]
+    envs = hand_started(3)
     failed, *followers = forked_ranks.run(programs.fail_first, envs, folder=tmp_path)
     assert isinstance(failed.error, ConnectionRefusedError)
     for rank in followers:
@@ -417,8 +413,7 @@ def test_a_killed_leader_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("absent", [0, 1])
 def test_rank_that_misses_a_barrier_is_named_on_every_rank(absent: int, tmp_path: Path) -> None:
     """This includes ranks that wait for rank 0, and the case in which rank 0 times out first."""
-    port = free_port()
-    envs = [by_hand(rank, 3, port) for rank in range(3)]
+    envs = hand_started(3)
     ranks = forked_ranks.run(programs.miss_a_barrier, envs, absent, 2, folder=tmp_path)
     for rank in (each for number, each in enumerate(ranks) if number != absent):
         assert rank.error.setting == "barrier"
@@ -485,9 +480,8 @@ def test_rank_zero_that_cannot_reach_its_own_store_reports_it_and_frees_the_port
     envs = [by_hand(0, 2, free_port())]
     ranks = forked_ranks.run(programs.fail_to_reach_itself, envs, "192.0.2.1", folder=tmp_path)
     (found,) = [rank.value for rank in ranks]
-    assert (
-        found.get("port is free") or not serves_by_libuv()
-    )  # without libuv, only once torch has timed out
+    # Without libuv, only once torch has timed out.
+    assert found.get("port is free") or not serves_by_libuv()
     assert "serves the store on" in found["error"]
     assert "cannot reach it itself at 192.0.2.1:" in found["error"]
     assert ranks[0].took_s < 2 + SLACK_S
@@ -495,8 +489,7 @@ def test_rank_zero_that_cannot_reach_its_own_store_reports_it_and_frees_the_port
 
 def test_a_group_that_torch_does_not_close_ends_in_an_error(tmp_path: Path) -> None:
     """No launcher of ddpsafe would end these ranks, so each reports what it waited for."""
-    port = free_port()
-    envs = [by_hand(rank, 2, port) for rank in range(2)]
+    envs = hand_started(2)
     ranks = forked_ranks.run(programs.close_a_group_that_does_not_end, envs, folder=tmp_path)
     for rank in ranks:
         assert rank.value.startswith("torch.distributed.destroy_process_group() did not return")

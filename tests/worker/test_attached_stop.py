@@ -13,15 +13,9 @@ import forked_ranks
 import machine
 import pytest
 import scripts
-from forked_ranks import Env, by_hand, free_port
+from forked_ranks import hand_started
 
 from ddpsafe._worker.stop_agreement import NoAgreementError, StopCalls, StopKeys
-
-
-def hand_started(ranks: int) -> list[Env]:
-    """Return the environments of that many ranks."""
-    port = free_port()
-    return [by_hand(rank, ranks, port) for rank in range(ranks)]
 
 
 @pytest.mark.full(but=["1-0-15"])

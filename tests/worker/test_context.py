@@ -444,6 +444,8 @@ def test_seeds_agree_for_models_and_differ_for_data(
 def test_methods_are_no_ops_outside_any_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """A script that runs without any launcher needs no ``if`` around them."""
     ctx = ddpsafe.current()
+    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.nnodes) == (0, 1, 0, 1)
+    assert (ctx.attempt, ctx.run_dir, str(ctx.device)) == (1, None, "cpu")
     model, loss = nn.Linear(2, 2), torch.ones(1)
     ctx.barrier("no other rank")
     with ctx.rank_zero_first():
@@ -470,13 +472,6 @@ def test_rank_with_peers_cannot_act_alone_before_setup(tmp_path: Path) -> None:
     for name, error in errors.items():
         assert isinstance(error, ddpsafe.ConfigError), name
         assert "rank 1 (world_size 2) has no process group yet" in str(error)
-
-
-def test_context_outside_any_rank_is_a_world_of_one() -> None:
-    """`current` works everywhere, so code needs no second branch."""
-    ctx = ddpsafe.current()
-    assert (ctx.rank, ctx.world_size, ctx.local_rank, ctx.nnodes) == (0, 1, 0, 1)
-    assert (ctx.attempt, ctx.run_dir, str(ctx.device)) == (1, None, "cpu")
 
 
 def test_seed_all_works_outside_any_rank() -> None:
