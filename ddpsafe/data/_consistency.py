@@ -90,7 +90,7 @@ def sorted_files(
     return sorted(files, key=lambda path: os.fsencode(path.relative_to(top).as_posix()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DatasetView:
     """What identifies a dataset when ranks compare theirs.
 
@@ -105,8 +105,8 @@ class DatasetView:
 
     length: int | None
     kind: str
-    indices: range | list[int]
-    item: Callable[[int], str]
+    indices: range | list[int] = range(0)
+    item: Callable[[int], str] = str
     parts: Callable[[int], list[tuple[str, bool]]] = lambda _: []
     by_paths: bool = False
 
@@ -142,11 +142,12 @@ def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetV
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
     if key is not None and length is not None:
-        return [_view(length, f"{name} by key", range(length), lambda i: stable_text(key(i)))]
+        by_key = f"{name} by key"
+        return [DatasetView(length, by_key, range(length), lambda i: stable_text(key(i)))]
     method, value = getattr(dataset, "fingerprint", None), getattr(dataset, "_fingerprint", None)
     if callable(method) or isinstance(value, str):
         own = str(method()) if callable(method) else str(value)
-        return [_view(length, f"{name} by its fingerprint", range(1), lambda _: own)]
+        return [DatasetView(length, f"{name} by its fingerprint", range(1), lambda _: own)]
     has_items = length is not None and hasattr(dataset, "__getitem__")
     by_paths = _view_paths(dataset, length, f"{name} by its paths")
     if by_paths is not None:
@@ -163,17 +164,9 @@ def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetV
         )
         return [paths] if items is None else [paths, items]
     if not has_items:
-        return [_view(length, name, range(0), str)]
+        return [DatasetView(length, name)]
     items = _view_items(dataset, name, "probes", _PROBES, stable_text)
-    if items is None:
-        items = _view(length, f"{name} by its length, as its items are random", range(0), str)
-    return [items]
-
-
-def _view(
-    length: int | None, kind: str, indices: range | list[int], item: Callable[[int], str]
-) -> DatasetView:
-    return DatasetView(length=length, kind=kind, indices=indices, item=item)
+    return [items or DatasetView(length, f"{name} by its length, as its items are random")]
 
 
 def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetView, str] | None:
@@ -197,15 +190,10 @@ def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetVie
         rest = stable_text(entry[1:]) if isinstance(entry, tuple | list) else ""
         return [(_path_of(entry).removeprefix(prefix), False), (rest, True)]
 
-    view = DatasetView(
-        length=length,
-        kind=kind,
-        indices=range(len(listing)),
-        item=lambda index: "|".join(text for text, _ in parts(index)),
-        parts=parts,
-        by_paths=True,
-    )
-    return view, prefix
+    def item(index: int) -> str:
+        return "|".join(text for text, _ in parts(index))
+
+    return DatasetView(length, kind, range(len(listing)), item, parts, by_paths=True), prefix
 
 
 def _path_of(entry: Any) -> str:
@@ -217,12 +205,7 @@ def _view_items(
 ) -> DatasetView | None:
     """View some items, evenly spread; ``None`` if they are random, and so do not identify a dataset.
 
-    Args:
-        dataset: The dataset; it has a length.
-        name: What the dataset is called.
-        unit: What its items are called, if there are several.
-        count: How many items, if there are so many.
-        text: Item -> text that is the same on every host.
+    `unit` is what several items are called; `text` is the same for equal items on every host.
     """
     length = len(dataset)
     count = min(count, length)
@@ -251,8 +234,7 @@ def _view_items(
     # A dataset that draws from its own generator gives another item each time.
     if indices and item(indices[0]) != item(indices[0]):
         return None
-    kind = f"{name} by {len(indices)} {unit}"
-    return DatasetView(length=length, kind=kind, indices=indices, item=item, parts=parts)
+    return DatasetView(length, f"{name} by {len(indices)} {unit}", indices, item, parts)
 
 
 def _is_single(value: Any) -> bool:
@@ -383,10 +365,7 @@ def compare_datasets(
 ) -> str:
     """Compare datasets over the ranks; see `check_dataset_consistency`.
 
-    Args:
-        reading: What to read.
-        facts: As there.
-        start_method: How to start the worker that reads; ``None`` to read in this process.
+    The worker that reads is started by `start_method`; ``None`` reads in this process.
     """
     report, error = reading.report(start_method)
     report["facts"] = {name: repr(value) for name, value in facts.items()}

@@ -115,7 +115,9 @@ def gather_exact(
     own: NDArray[np.int64] = np.empty(0, dtype=np.int64)
     leaves: dict[str, Any] = {}
     try:
-        own = _indices(indices)
+        listed = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
+        # One by one: NumPy would truncate 1.5.
+        own = np.asarray([require_int(index, "an index") for index in listed], dtype=np.int64)
         # By the JSON of their key. Tensors and arrays stay as they are; lists are encoded.
         parts = {_WHOLE: values}
         if isinstance(values, Mapping):
@@ -168,12 +170,6 @@ def gather_exact(
     if form["named"]:
         return cast("Values", {decode(json.loads(name)): leaf for name, leaf in gathered.items()})
     return cast("Values", gathered[_WHOLE])
-
-
-def _indices(indices: Iterable[int]) -> NDArray[np.int64]:
-    listed = indices.tolist() if isinstance(indices, torch.Tensor | np.ndarray) else indices
-    # One by one: NumPy would truncate 1.5.
-    return np.asarray([require_int(index, "an index") for index in listed], dtype=np.int64)
 
 
 def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str, Any]:

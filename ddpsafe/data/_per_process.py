@@ -34,7 +34,6 @@ _CLOSE_EARLY: Final = 10  # exit priority: higher ones run first when a process 
 # closes the parent's session (TLS, sqlite, lmdb), so they are kept until this process ends.
 _parked: list[object] = []
 _alive: weakref.WeakSet[PerProcess[Any]] = weakref.WeakSet()
-_hook_installed = threading.Event()
 
 
 class PerProcess(Generic[T]):
@@ -92,9 +91,6 @@ class PerProcess(Generic[T]):
         self._pid = os.getpid()
         self._inherited = inherited
         _alive.add(self)
-        if not _hook_installed.is_set():
-            _hook_installed.set()
-            os.register_at_fork(after_in_child=_park_all)
 
     def get(self) -> T:
         """Return this process's (or thread's) value; the first call makes it.
@@ -193,3 +189,6 @@ def closing_what_opens() -> Iterator[None]:
 def _park_all() -> None:
     for resource in list(_alive):
         resource.park()
+
+
+os.register_at_fork(after_in_child=_park_all)

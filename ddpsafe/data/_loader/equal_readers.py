@@ -110,27 +110,25 @@ class EqualReaders:
         names = [f"worker {worker} of rank {rank}" for rank, worker in (one, other)]
         if is_of_ranks and len(self._readers) == 1:
             names = [f"rank {rank}" for rank, _ in (one, other)]
-        cause = (
-            "the stream does not divide itself among the ranks. In a worker process "
-            "torch.distributed is not initialized: rank 0 of 1 there is every rank."
-            if is_of_ranks
-            else "each worker iterates over a copy of the whole stream."
-        )
-        fix = (
-            "wrap it in ddpsafe.data.ShardedIterable, or ask for the rank in __init__, which runs "
-            "in the rank itself. If every rank is meant to read everything (an evaluation, or ranks "
-            "that share a model), set num_replicas = 1 on the dataset."
-            if is_of_ranks
-            else "wrap it in ddpsafe.data.ShardedIterable, divide it in __iter__ with "
-            "torch.utils.data.get_worker_info(), or use num_workers=1."
-        )
+        cause = "each worker iterates over a copy of the whole stream."
+        fix = "divide it in __iter__ with torch.utils.data.get_worker_info(), or use num_workers=1."
+        if is_of_ranks:
+            cause = (
+                "the stream does not divide itself among the ranks. In a worker process "
+                "torch.distributed is not initialized: rank 0 of 1 there is every rank."
+            )
+            fix = (
+                "or ask for the rank in __init__, which runs in the rank itself. If every rank is meant to "
+                "read everything (an evaluation, or ranks that share a model), set num_replicas = 1 on the "
+                "dataset."
+            )
         return UndividedStreamError(
             Explanation(
                 f"{names[0]} and {names[1]} (world_size {world}) read the same samples of "
                 f"{self._name}: the first {reader.count}, of which {_DIFFERENT_SAMPLES} differ from "
                 "each other, are equal and in the same order.",
                 cause=cause,
-                fix=fix,
+                fix=f"wrap it in ddpsafe.data.ShardedIterable, {fix}",
                 details=[f"sample {i}: {text}" for i, text in enumerate(reader.examples)],
             ),
             ranks=sorted({one[0], other[0]}),

@@ -526,10 +526,7 @@ def refuse_unsafe_workers(
 ) -> None:
     """Raise or warn if forked workers would share an open handle with this process.
 
-    Args:
-        parts: What the workers receive, by name: the dataset, collate_fn, worker_init_fn.
-        requested: The loader's ``multiprocessing_context``.
-        safety: Whether to raise, to warn, or not to search.
+    `parts` are what the workers receive, by name: the dataset, collate_fn, worker_init_fn.
 
     Raises:
         UnsafeWorkersError: The dataset holds an open handle.

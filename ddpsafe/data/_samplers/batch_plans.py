@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
@@ -231,7 +231,9 @@ class WindowPlan:
             segment, size = self.open_segment(place)
             left = -(-size // self.batch) - segment.delivered
             if batches < left:
-                return self._within(place, segment, batches)
+                earlier = [part for part in place.segments if part is not segment]
+                segment = replace(segment, delivered=segment.delivered + batches)
+                return EpochPosition(start=place.start, segments=(*earlier, segment))
             batches -= left
             place = EpochPosition(start=segment.end)
             whole, batches = divmod(batches, max(1, self.window))
@@ -239,14 +241,6 @@ class WindowPlan:
                 start=min(self.n, place.start + whole * (max(1, self.window) * self.batch))
             )
         return place
-
-    @staticmethod
-    def _within(place: EpochPosition, segment: Segment, batches: int) -> EpochPosition:
-        earlier = place.segments
-        if earlier and earlier[-1].batch == segment.batch:
-            earlier = earlier[:-1]
-        now = Segment(batch=segment.batch, delivered=segment.delivered + batches, end=segment.end)
-        return EpochPosition(start=place.start, segments=(*earlier, now))
 
     def read(
         self,
