@@ -90,9 +90,7 @@ class RankGroup:
     A subclass may have errors of its own (`as_own_error`, `other_call_error`).
 
     Args:
-        control: This rank's control line to the others.
         name: The same for all ranks of the group, and new on that line.
-        world: This rank's place.
         ranks: All of the group, the ranks of a node or of the job. The first of them leads.
         first: The number of the first exchange, if earlier groups of that name had some.
         sends_beats: Whether ranks on other hosts can be found lost by their silence; see `PeerWatch`.
@@ -179,14 +177,6 @@ class RankGroup:
             return False
         return not self._peers.knows(rank) or self.find_lost([rank], lambda _: False) is not None
 
-    def drop_read_keys(self) -> None:
-        """Remove the messages of finished exchanges."""
-        # The store would grow with every exchange.
-        keys, self.read_keys = self.read_keys, []
-        for key in keys:
-            if self.control is not None:
-                self.control.drop(key)
-
     def failure_of(self, error: BaseException) -> dict[str, Any]:
         """Return an error of this rank, or one that it received, as plain values for `peer_error`."""
         # Passed on as it came: it names the rank that has raised it first.
@@ -253,10 +243,7 @@ class Exchange:
 
         A rank whose deadline passes first raises alone, and the others miss it in what they do next.
 
-        Args:
-            decide: Makes the answer from the messages, on the leader. If it raises, every rank raises.
-            absence_error: Makes the error for ranks that did not send their message.
-            deadline: When to stop waiting.
+        `decide` makes the answer from the messages, on the leader. If it raises, every rank raises.
 
         Raises:
             DDPSafeError: A rank failed, or sent nothing, or the leader rejected its message.
@@ -310,8 +297,11 @@ class Exchange:
                     missing = [rank for rank in missing if not self._has_sent(rank)]
                     break
                 messages[missing.pop(0)] = Message.loads(raw)
-        if not missing:  # all ranks are in this exchange, so no rank reads earlier ones any longer
-            group.drop_read_keys()
+        # All ranks are in this exchange, so no rank reads earlier ones, with which the store would grow.
+        while not missing and group.read_keys:
+            key = group.read_keys.pop(0)
+            if group.control is not None:
+                group.control.drop(key)
         group.read_keys += [self._key(rank) for rank in messages]
         if missing:
             raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=lost))
@@ -386,9 +376,8 @@ class Exchange:
             raise absence_error(Absence(ranks=missing, waited_s=deadline.waited_s(), lost=why))
         message = Message.loads(raw)
         if message.failure is not None:
-            with contextlib.suppress(
-                RuntimeError
-            ):  # the leader may have exited, and the store with it
+            # The leader may have exited, and the store with it.
+            with contextlib.suppress(RuntimeError):
                 control.acknowledge(self._name)
             raise group.peer_error(message.failure) from None
         self._require_same_call(group.leader, message)

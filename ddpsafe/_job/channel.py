@@ -635,18 +635,9 @@ class Channel(Generic[NameT, MessageT]):
 
         It is at one address, or at all of this host if that is empty.
 
-        Args:
-            address: Where to listen.
-            port: The port; 0 for any.
-            secret: See the class.
-            scope: See the class.
-            codec: See the class.
-            nnodes: How many nodes the job has.
-            node_loss: See the class.
-            first: What each node is sent first.
-            at_once: What the channel's thread calls with the channel, the node and a message of these classes,
-                which are not among the events. It must not wait.
-            warns: Whether to warn of programs that are not nodes.
+        Each node is sent `first` at first. What is in `at_once` the channel's thread calls with the channel, the
+        node and a message of that class, which is not among the events. It must not wait. With `warns` it warns of
+        programs that are not nodes.
 
         Raises:
             OSError: The port, or any port, cannot be opened there.
@@ -804,9 +795,7 @@ class Channel(Generic[NameT, MessageT]):
     def has_heard(self, *, within_s: float) -> bool:
         """Return whether the kernel of a connected node has sent anything in the last seconds."""
         with self._lock:
-            return any(
-                _silent_s(connection.socket) < within_s for connection in self._connections()
-            )
+            return any(_traffic(each.socket)[1] < within_s for each in self._connections())
 
     def carries(self) -> bool:
         """Return whether packets pass in both directions now, on all connections."""
@@ -898,14 +887,13 @@ class Channel(Generic[NameT, MessageT]):
         with self._lock:
             connections = self._connections()
         for connection in connections:
-            if not _is_unacked(connection.socket):
+            is_unacked, silent_s = _traffic(connection.socket)
+            if not is_unacked:
                 connection.unacked_s = None
                 continue
             if connection.unacked_s is None:  # it was sent after the last look
                 connection.unacked_s = before_s
-            left_s = LOSS_S - min(
-                self._looked_s - connection.unacked_s, _silent_s(connection.socket)
-            )
+            left_s = LOSS_S - min(self._looked_s - connection.unacked_s, silent_s)
             if left_s > 0:
                 self._next_look_s = min(self._next_look_s, self._looked_s + left_s)
             else:
@@ -1237,27 +1225,17 @@ def _notice_loss(connection: socket.socket) -> None:
     end_when_silent(connection, LOSS_S, idle_s=1, ends_window=not hasattr(socket, "TCP_INFO"))
 
 
-def _is_unacked(connection: socket.socket) -> bool:
-    """Return whether something that was sent is not acknowledged."""
+def _traffic(connection: socket.socket) -> tuple[bool, float]:
+    """Return whether something sent is not acknowledged, and for how many seconds nothing has arrived."""
     if not hasattr(socket, "TCP_INFO"):
-        return False
-    with contextlib.suppress(OSError):  # just closed
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        (unacked,) = struct.unpack_from("=I", info, _UNACKED)
-        return bool(unacked)
-    return False
-
-
-def _silent_s(connection: socket.socket) -> float:
-    """Return for how many seconds neither data nor an acknowledgement has arrived."""
-    if not hasattr(socket, "TCP_INFO"):
-        return 0.0
+        return False, 0.0
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     except OSError:  # just closed
-        return math.inf
+        return False, math.inf
+    (unacked,) = struct.unpack_from("=I", info, _UNACKED)
     silent_ms: tuple[int, int] = struct.unpack_from("=II", info, _LAST_RECEIVED)
-    return min(silent_ms) / 1000
+    return bool(unacked), min(silent_ms) / 1000
 
 
 def _open_connection(address: tuple[str, int], deadline: Deadline) -> socket.socket:
@@ -1299,13 +1277,7 @@ def _greet(
 ) -> int:
     """Prove to node 0 that this is a node of the job, and have it prove the same.
 
-    Args:
-        connection: The connection, with what this node knows of node 0.
-        secret: The job's.
-        node: This node.
-        hello: The first message.
-        about: What node 0 may know of this node even if it refuses it.
-        deadline: When to stop waiting.
+    `about` is what node 0 may know of this node even if it refuses it.
 
     Returns:
         How many messages of this node have arrived at node 0.

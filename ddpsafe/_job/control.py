@@ -129,8 +129,6 @@ class Control:
     Args:
         store: A store connection that nothing else uses: a client serialises its calls, so a long
             wait here would block the process group's.
-        rank: This rank.
-        world_size: Number of ranks.
         served_by_rank_zero: Whether the store's server exits with rank 0.
     """
 
@@ -163,9 +161,9 @@ class Control:
         """
         ranks = range(self._world_size)
         try:
-            barrier = self.arrive(name)
+            use = self.arrive(name)
             # The last rank to arrive, or the first to give up, sets the list of missing ranks.
-            result = f"{barrier}/missing"
+            result = f"control/{use}/missing"
             # The last barrier does not end when a rank fails: failed ranks arrive there too, and the
             # others may finish their work.
             ends = [result] if is_last else [result, _DEPARTED]
@@ -183,7 +181,7 @@ class Control:
                     departed = None if is_last else self.departure()
             if not self.is_set(result):
                 if departed is None:
-                    absent = [rank for rank in ranks if not self._has_arrived(barrier, rank)]
+                    absent = [rank for rank in ranks if not self.is_set(f"control/{use}/{rank}")]
                 else:  # only the rank that failed: others may still be on their way
                     absent = [departed.rank]
                 self.store.compare_set(result, "", json.dumps(absent))
@@ -194,9 +192,8 @@ class Control:
                 if departure is not None and departure.rank != self._rank and departure.is_failure:
                     self.failed_peer = departure
             if missing or is_last:
-                self.store.set(f"{barrier}/seen/{self._rank}", "yes")
-                arrived = (rank for rank in ranks if self._has_arrived(barrier, rank))
-                self._wait_until_seen(barrier, arrived)
+                self.acknowledge(use)
+                self.stay(use, (rank for rank in ranks if self.is_set(f"control/{use}/{rank}")))
         except RuntimeError:
             if not self._served_by_rank_zero or self._rank == 0:
                 raise
@@ -209,8 +206,9 @@ class Control:
         return missing
 
     def arrive(self, name: str) -> str:
-        """Arrive at a barrier without waiting for the others; return its name in the store."""
-        barrier = f"control/{self.next_use(name)}"
+        """Arrive at a barrier without waiting for the others; return the name of this use of it."""
+        use = self.next_use(name)
+        barrier = f"control/{use}"
         self.waits.do(name, self._uses[name])
         self.store.set(f"{barrier}/{self._rank}", "here")
         if self.store.check([f"{barrier}/{rank}" for rank in range(self._world_size)]):
@@ -222,7 +220,7 @@ class Control:
             if previous >= 0:
                 for key in ("missing", *map(str, range(self._world_size))):
                     self.store.delete_key(f"control/{name}/{previous}/{key}")
-        return barrier
+        return use
 
     def depart(self, error: str, origin: Origin, *, is_failure: bool = True) -> None:
         """Tell ranks that wait for this one, now or later, that it ends and will not arrive."""
@@ -251,24 +249,6 @@ class Control:
         """Return the shared number that `raise_to` raised, once all ranks have called that."""
         return int(self.store.get(f"control/{name}"))
 
-    def _has_arrived(self, barrier: str, rank: int) -> bool:
-        return self.is_set(f"{barrier}/{rank}")
-
-    def _wait_until_seen(
-        self,
-        key: str,
-        ranks: Iterable[int],
-        is_lost: Callable[[int], bool] = lambda _: False,
-    ) -> None:
-        """If the store's server exits with this rank, wait until those ranks have read, or are lost."""
-        if self._served_by_rank_zero and self._rank == 0:
-            linger = Deadline.after(_LINGER)
-            for rank in ranks:
-                for pause_s in linger.pauses_s():
-                    if self.is_set(f"{key}/seen/{rank}") or is_lost(rank):
-                        break
-                    time.sleep(pause_s)
-
     def put(self, key: str, data: bytes) -> None:
         """Store bytes for other ranks under a key that is used once."""
         self.store.set(f"control/{key}", data)  # type: ignore[arg-type]  # all take bytes too
@@ -290,8 +270,13 @@ class Control:
             ranks: The others; ``None`` for all of them.
             is_lost: Returns whether a rank has ended, and need not be waited for.
         """
-        others = range(1, self._world_size) if ranks is None else ranks
-        self._wait_until_seen(f"control/{key}", others, is_lost)
+        if self._served_by_rank_zero and self._rank == 0:
+            linger = Deadline.after(_LINGER)
+            for rank in range(1, self._world_size) if ranks is None else ranks:
+                for pause_s in linger.pauses_s():
+                    if self.is_set(f"control/{key}/seen/{rank}") or is_lost(rank):
+                        break
+                    time.sleep(pause_s)
 
     def find(self, key: str) -> bytes | None:
         """Return the bytes that `put` has stored, or ``None``; without waiting."""

@@ -110,7 +110,6 @@ class JobEndpoint:
     """The endpoint of a job, and the channel there: served by node 0, dialled by the others.
 
     Args:
-        config: The configuration of the launch.
         check: Called again and again while one waits; what it raises ends the wait.
         listen: Opens node 0's end of the channel at an address and port.
         dial: Opens another node's end, to an address and port.
@@ -162,10 +161,7 @@ class JobEndpoint:
     ) -> T:
         """Make a call that may hang forever, as a look-up of a name does.
 
-        Args:
-            function: What to call.
-            limit: How long it may take.
-            dispose: Gets what it returns after this wait was left.
+        `dispose` gets what it returns after this wait was left.
 
         Raises:
             RendezvousTimeoutError: The call has not returned in time.
@@ -393,11 +389,7 @@ class JobEndpoint:
     ) -> Channel[Any, Any]:
         """Serve the endpoint once its port is free, or wait for the launcher that serves it.
 
-        Args:
-            deadline: When to give up.
-            resolved: The addresses of the endpoint.
-            bound: The address to serve it at, if this node may.
-            here: Those addresses of the endpoint that belong to this host.
+        `bound` is where to serve it, if this node may, and `here` what of its addresses belongs to this host.
         """
         port, why = self._endpoint.port, ""
         has_warned = False

@@ -70,8 +70,6 @@ class PeerWatch:
     A thread renews this rank's own heartbeat.
 
     Args:
-        control: This rank's control line to the others.
-        rank: This rank.
         beats: The name under which all ranks send heartbeats; empty to send none. A rank that holds the
             interpreter's lock sends none meanwhile, so only code of ddpsafe may run then.
     """

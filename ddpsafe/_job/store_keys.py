@@ -245,7 +245,6 @@ class SignedKeys:
     This rejects forged values. It does not protect the store itself: others can still remove keys.
 
     Args:
-        store: The store.
         secret: Known only to the ranks of the job.
         scope: See `Signer`; new for each start of the ranks.
     """
