@@ -39,12 +39,7 @@ def barrier_timeout_error(
 ) -> LaunchTimeoutError:
     """Return the error of a rank whose barrier ended before all ranks had reached it.
 
-    Args:
-        context: The rank that waited.
-        label: Name of the barrier.
-        missing: The ranks that did not reach it.
-        deadline: The deadline of the wait.
-        lost: Why the first of those ranks will never reach it, if that is known.
+    `lost` says why the first missing rank will never reach it, if that is known.
     """
     waited_s = deadline.waited_s()
     names = ranks_text(missing)

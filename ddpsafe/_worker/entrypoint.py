@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib
 import multiprocessing
 import os
 import resource
@@ -304,9 +305,8 @@ class Reporter:
         from ddpsafe._worker.whereabouts import read_whereabouts
 
         report = Whereabouts(position=Position(collectives=()))
-        with contextlib.suppress(
-            Exception
-        ):  # each question has an answer: the launcher counts them
+        # Each question has an answer: the launcher counts them.
+        with contextlib.suppress(Exception):
             report = read_whereabouts()
         self._sender.send(report)
 
@@ -484,7 +484,7 @@ def _run_user_code(
     spec: RankSpec, reporter: Reporter, inheritance: Inheritance, since_start: HeldClock
 ) -> object:
     from ddpsafe._worker import session
-    from ddpsafe._worker.torch_hooks import after_import_of_torch, import_torch, is_torch_loaded
+    from ddpsafe._worker.torch_hooks import after_import_of_torch
 
     this_rank.reporter = reporter
     name_rank(spec.world, spec.attempt)
@@ -508,7 +508,7 @@ def _run_user_code(
         os.close(inheritance.call.fd)
         return cast("Call", payload.loads(data, inheritance.handles))
 
-    if spec.style == "run" and spec.seed is None and not is_torch_loaded():
+    if spec.style == "run" and spec.seed is None and "torch" not in sys.modules:
         # The script finds the interpreter as under torchrun: what it sets before its own `import torch`, such
         # as OMP_NUM_THREADS or TORCH_LOGS, has an effect.
         fn, args, kwargs = load_call()
@@ -517,7 +517,7 @@ def _run_user_code(
         value = fn(spec.world.local_rank, *args, **kwargs)
         return value if isinstance(value, ScriptExit) else None
     with exempt_from_gc(after_script=spec.style != "run"):
-        import_torch()
+        importlib.import_module("torch.distributed")
     environment.use_threads(spec.num_threads)
     # Before unpickling: arguments that go to "cuda" must land on the rank's GPU, not on GPU 0.
     device = use_torch()

@@ -36,9 +36,7 @@ _replaced: Final[list[object]] = []
 def capture_output(logs: LogFiles, overflow: LogOverflow) -> Terminal | None:
     """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
 
-    Args:
-        logs: The files.
-        overflow: Takes over once the files take no more.
+    Once the files take no more, `overflow` takes over.
 
     Returns:
         The terminal on which the console draws the rank's output, if it does.
@@ -193,10 +191,7 @@ def count_steps(
 ) -> None:
     """Count optimizer steps where the launcher can read them: they show that the rank makes progress.
 
-    Args:
-        fd: The rank's shared memory; see `Inheritance`.
-        after_step: Called after each step.
-        report_folder: Reports to the launcher where checkpoints are.
+    `report_folder` reports to the launcher where checkpoints are.
     """
     from torch.optim.optimizer import register_optimizer_step_post_hook
 

@@ -8,6 +8,7 @@ would form a group.
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any, Final
 
 from ddpsafe import _stdlib_private
@@ -49,7 +50,7 @@ def refuse_to_join(mark: str) -> None:
     else:
         os.environ.pop(JOINED, None)
     prepare_interpreters()
-    if torch_hooks.is_torch_loaded():
+    if "torch" in sys.modules:
         _check_rendezvous()
     else:
         torch_hooks.after_import_of_torch(_check_rendezvous)

@@ -86,9 +86,7 @@ def _digest(value: object) -> int:
 def check_before_ddp(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Check a model that is about to be wrapped; every rank of DDP's group calls it.
 
-    Args:
-        module: The model.
-        options: The arguments of DistributedDataParallel, by name.
+    `options` are the arguments of DistributedDataParallel, by name.
 
     Raises:
         MismatchError: On every rank of the group.
@@ -124,11 +122,6 @@ def require_equal(
     """Compare what DDP would copy over the ranks of a group; all of them call this.
 
     One small all-gather if all ranks are equal; the rest is exchanged only if they are not.
-
-    Args:
-        entries: What it would copy.
-        group: The group; ``None`` for all ranks.
-        device: Where the tensors of the exchange have to be.
 
     Raises:
         MismatchError: On every rank of the group.

@@ -47,15 +47,7 @@ def open_group(
     All ranks meet at a barrier first: a backend does not name the rank that it waits for, and may
     take five times its timeout.
 
-    Args:
-        store: The store of this group; no other group has used it.
-        control: Barriers over the store; ``None`` in a world of one.
-        world: This rank's place.
-        backend: torch's backend.
-        device: This rank's device. With NCCL, the ranks connect right here instead of at the first
-            collective.
-        rendezvous: When to give up.
-        collective: Timeout of the group's collectives.
+    No other group has used the store. With NCCL, the ranks connect right here instead of at the first collective.
 
     Raises:
         RendezvousTimeoutError: Some ranks did not join; the error names them.

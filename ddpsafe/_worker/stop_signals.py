@@ -129,9 +129,8 @@ def set_death_signal(signum: int) -> None:
 
 def prepare_helpers() -> None:
     """Make the helpers that this process starts from now on outlive a signal that it outlives itself."""
-    if not Path(
-        "/proc/self/status"
-    ).exists():  # a helper reads there what the signal does to its owner
+    # A helper reads there what the signal does to its owner.
+    if not Path("/proc/self/status").exists():
         return
     _stdlib_private.pass_to_children(HELPER, mark=True)
     _prepare_children()

@@ -68,16 +68,6 @@ DEFAULT_TIMEOUT: Final = timedelta(minutes=30)
 _forgotten: set[tuple[str, str]] = set()
 
 
-def is_torch_loaded() -> bool:
-    """Return whether torch is imported in this process."""
-    return "torch" in sys.modules
-
-
-def import_torch() -> None:
-    """Import torch."""
-    importlib.import_module("torch.distributed")
-
-
 def after_import_of_torch(then: Callable[[], object]) -> None:
     """Call `then` once this process has imported torch, before the import statement ends."""
     sys.meta_path.insert(0, _TorchFinder(then))
@@ -102,9 +92,8 @@ class _TorchFinder(MetaPathFinder):
             spec = importlib.util.find_spec(fullname)
         finally:
             self._is_looking = False
-        if (
-            spec is None or spec.loader is None or os.getpid() != self._pid
-        ):  # a fork is not the rank
+        # A fork is not the rank.
+        if spec is None or spec.loader is None or os.getpid() != self._pid:
             return spec
         stock = spec.loader.exec_module
 
@@ -155,8 +144,7 @@ def use_launcher_store(
 def before_rendezvous(check: Callable[[str], object]) -> None:
     """Call ``check(scheme)`` before ``init_process_group`` joins as the rank that the variables name.
 
-    Args:
-        check: Raises if the process must not do that.
+    `check` raises if the process must not do that.
     """
 
     def rendezvous(scheme: str, stock: Handler, url: str, **options: Any) -> Rendezvous:

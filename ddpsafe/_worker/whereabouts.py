@@ -265,11 +265,7 @@ def _find_wait(
 ) -> tuple[Collective, tuple[int, ...]] | None:
     """Return what a thread is certainly in until it ends, and counters that grow once the thread runs again.
 
-    Args:
-        each: The thread.
-        in_store: The waits in ddpsafe's store, by thread.
-        position: The collectives of all threads.
-        is_alone: Whether no other thread calls collectives: torch may not have recorded who does.
+    `is_alone` means that no other thread calls collectives: torch may not have recorded who does.
     """
     own = in_store.get(each.ident)
     if own is not None:

@@ -198,11 +198,7 @@ def agree_on_devices(
 ) -> tuple[str, torch.device, World]:
     """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
-    Args:
-        backend: The backend, or ``auto`` for nccl if the ranks have GPUs.
-        world: This rank's place.
-        control: The control line to the other ranks; ``None`` in a world of one.
-        deadline: When to give up.
+    The backend ``auto`` is nccl if the ranks have GPUs.
 
     Returns:
         The backend, this rank's device, and its place with all ranks of its node.

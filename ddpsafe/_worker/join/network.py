@@ -111,14 +111,7 @@ def require_connected_nodes(
     The first rank of each node does it, and sends the result to the other ranks of its node. For a
     second group of the same process, nothing is examined again.
 
-    Args:
-        config: The configuration.
-        world: This rank's place.
-        endpoint: Where the store is.
-        keys: Keys of the store that nothing else uses.
-        control: This rank's control line to the others.
-        backend: The backend of the group that will be made.
-        deadline: How long to wait for nodes that have not joined.
+    Nothing else uses `keys`. The deadline is for nodes that have not joined.
 
     Raises:
         PreflightError: Some connections will break the job; the error of each node's first rank has

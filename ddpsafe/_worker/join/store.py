@@ -43,10 +43,7 @@ if TYPE_CHECKING:
 def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
     """Agree on a name for this generation of ranks.
 
-    Args:
-        store: A store that may still hold keys of earlier generations.
-        world: This rank's place.
-        deadline: When to give up.
+    The store may still hold keys of earlier generations.
 
     Returns:
         The name, new in this store, and the ranks that did not join: on rank 0 all that it misses,
@@ -112,12 +109,6 @@ def open_stores(
     endpoint: StoreEndpoint, world: World, env: Mapping[str, str], *, deadline: Deadline
 ) -> Stores:
     """Connect to the job's store; rank 0 serves it unless the launcher does.
-
-    Args:
-        endpoint: Where the store is.
-        world: This rank's place.
-        env: The environment.
-        deadline: When to give up.
 
     Raises:
         PreflightError: The port is taken, or the host cannot be reached or resolved.

@@ -88,12 +88,6 @@ def publish_job(store: Keys, env: Mapping[str, str]) -> None:
 def require_same_job(store: Keys, place: str, world: World, env: Mapping[str, str]) -> None:
     """Refuse the store of another job, and a rank that is already taken.
 
-    Args:
-        store: The store; rank 0 has published its job there.
-        place: Where it is, for the message.
-        world: This rank's place.
-        env: The environment.
-
     Raises:
         ConfigError: The store belongs to another job, or the rank is taken.
     """
