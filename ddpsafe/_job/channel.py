@@ -193,8 +193,7 @@ def from_json(cls: type[T], value: object) -> T:
     try:
         instance: T = _adapter(cls).validate_python(value)
     except (ValidationError, RecursionError) as exc:
-        msg = f"not a {cls.__name__}"
-        raise GarbledError(msg) from exc
+        raise GarbledError(f"not a {cls.__name__}") from exc
     return instance
 
 
@@ -230,8 +229,7 @@ class Codec(Generic[MessageT]):
             name, body = json.loads(packed)
             cls = self._classes[name]
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
-            msg = "not a message"
-            raise GarbledError(msg) from exc
+            raise GarbledError("not a message") from exc
         message: MessageT | Hello | Alive | Goodbye = from_json(cls, body)
         return message
 

@@ -8,18 +8,9 @@ import gc
 import os
 import signal
 
-from ddpsafe._wire import payload
-from ddpsafe._worker import context, entrypoint, process_group, session, torch_hooks
+from ddpsafe._wire import payload  # noqa: F401 - for the ranks, as the next line
+from ddpsafe._worker import context, entrypoint, process_group, session, torch_hooks  # noqa: F401
 from ddpsafe._worker.stop_signals import STOP_SIGNALS, hold_in_server
-
-__all__ = [
-    "context",
-    "entrypoint",
-    "payload",
-    "process_group",
-    "session",
-    "torch_hooks",
-]
 
 _SERVER = os.getpid()
 

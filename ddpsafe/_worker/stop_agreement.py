@@ -135,9 +135,6 @@ class StopKeys(Others):
 
     Args:
         store: The ranks' store. It may be shared: the thread never waits in it.
-        rank: This rank.
-        world_size: Number of ranks.
-        calls: This rank's calls.
     """
 
     def __init__(self, store: Keys, *, rank: int, world_size: int, calls: StopCalls) -> None:

@@ -184,11 +184,9 @@ def _describe(leaves: Mapping[str, Any], count: int, *, named: bool) -> dict[str
         label = f"values[{decode(json.loads(name))!r}]" if named else "values"
         is_array = isinstance(leaf, torch.Tensor | np.ndarray)
         if is_array and leaf.ndim == 0:
-            message = f"{label} is a single number, not one row for each index"
-            raise ValueError(message)
+            raise ValueError(f"{label} is a single number, not one row for each index")
         if len(leaf) != count:
-            message = f"{label} has {len(leaf)} entries for {count} indices"
-            raise ValueError(message)
+            raise ValueError(f"{label} has {len(leaf)} entries for {count} indices")
         if isinstance(leaf, torch.Tensor) and is_plain_tensor(leaf):
             kind, dtype = "tensor", str(leaf.dtype).removeprefix("torch.")
         elif isinstance(leaf, np.ndarray) and is_plain_array(leaf):

@@ -45,8 +45,7 @@ class PackedList(Sequence[T], Generic[T]):
             return [self._item(place) for place in range(*index.indices(len(self)))]
         place = require_int(index, "index")
         if not -len(self) <= place < len(self):
-            message = f"index {place} is outside of a PackedList of {len(self)}"
-            raise IndexError(message)
+            raise IndexError(f"index {place} is outside of a PackedList of {len(self)}")
         return self._item(place % len(self))
 
     def _item(self, place: int) -> T:

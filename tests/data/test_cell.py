@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from data_programs import Numbers
+from data_programs import Numbers, WithEpoch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -21,27 +21,15 @@ N, BATCH = 12, 4
 STEPS = N // BATCH
 
 
-class Told(Numbers):
+class Told(WithEpoch, Numbers):
     """Sample i is i, and the epoch that the dataset was given."""
-
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
         return index, int(self.epoch)
 
 
-class Numbered:
+class Numbered(WithEpoch):
     """A source of a stream: sample i is i, and the epoch that it was given."""
-
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
         return iter([(i, self.epoch) for i in range(N)])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from data_programs import lines_of, numbers_to, read_shares, run_ranks
+from data_programs import WithEpoch, lines_of, numbers_to, read_shares, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -165,19 +165,15 @@ def test_persistent_workers_resume_the_stream() -> None:
     assert read(resumed) == whole
 
 
-class Seekable:
+class Seekable(WithEpoch):
     """A source that can seek, and counts its reads."""
 
     def __init__(self) -> None:
-        self.first, self.read, self.epoch = 0, 0, -1
+        self.first = self.read = 0
 
     def seek(self, position: int) -> None:
         """Set the next position."""
         self.first = position
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = epoch
 
     def __iter__(self) -> Any:
         first, self.first = self.first, 0

@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import pytest
 import torch
-from data_programs import Augmented, Numbers, Stream
+from data_programs import Augmented, Numbers, Stream, WithEpoch
 from torch.utils.data import (
     BatchSampler,
     IterableDataset,
@@ -108,14 +108,8 @@ class PlainSampler(Sampler[int]):
         return iter([3, 1, 2, 0])
 
 
-class Doubling:
+class Doubling(WithEpoch):
     """A collate function that needs the epoch."""
-
-    epoch = -1
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = epoch
 
     def __call__(self, items: list[int]) -> list[int]:
         """Prepend the epoch."""
@@ -171,18 +165,15 @@ def test_worker_init_function_sees_the_users_dataset() -> None:
 def test_torch_arguments_work_unchanged(options: dict[str, Any]) -> None:
     """Batches and their order are those of torch."""
     dataset = TensorDataset(torch.arange(12))
-    ours = [
-        torch.as_tensor(b[0]).tolist()
-        if not isinstance(b, list) or len(b) == 1
-        else [int(x[0]) for x in b]
-        for b in DataLoader(dataset, **options)
-    ]
-    theirs = [
-        torch.as_tensor(b[0]).tolist()
-        if not isinstance(b, list) or len(b) == 1
-        else [int(x[0]) for x in b]
-        for b in TorchDataLoader(dataset, **options)
-    ]
+    ours, theirs = (
+        [
+            torch.as_tensor(b[0]).tolist()
+            if not isinstance(b, list) or len(b) == 1
+            else [int(x[0]) for x in b]
+            for b in kind(dataset, **options)
+        ]
+        for kind in (DataLoader, TorchDataLoader)
+    )
     assert ours == theirs
     assert len(DataLoader(dataset, **options)) == len(TorchDataLoader(dataset, **options))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from data_programs import Numbers
+from data_programs import Numbers, WithEpoch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
@@ -38,14 +38,8 @@ WEIGHTS = [0.5 + i % 4 for i in range(N)]
 LENGTHS = [1 + i * 7 % 40 for i in range(N)]
 
 
-class Epochs(Numbers):
+class Epochs(WithEpoch, Numbers):
     """A dataset, or the source of a stream, whose samples tell the epoch."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = int(epoch)
 
     def __getitem__(self, index: int) -> int:
         return 1000 * self.epoch + index

@@ -230,7 +230,14 @@ class CountingDataset(Numbers):
         self.reads = state["reads"]
 
 
-class StatefulSampler(Sampler[int]):
+class OfAll(Sampler[int]):
+    """A sampler of all numbers."""
+
+    def __len__(self) -> int:
+        return N
+
+
+class StatefulSampler(OfAll):
     """A sampler with its own order and a state."""
 
     def __init__(self) -> None:
@@ -245,9 +252,6 @@ class StatefulSampler(Sampler[int]):
             self.place += 1
             yield (self.place * 7) % N
 
-    def __len__(self) -> int:
-        return N
-
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""
         return {"place": self.place}
@@ -258,14 +262,11 @@ class StatefulSampler(Sampler[int]):
         self.loaded = True
 
 
-class SamplerOfIterators(Sampler[int]):
+class SamplerOfIterators(OfAll):
     """A sampler whose iterator has the state."""
 
     def __iter__(self) -> Iterator[int]:
         return _Sevens()
-
-    def __len__(self) -> int:
-        return N
 
 
 class _Sevens(Position):
@@ -276,14 +277,11 @@ class _Sevens(Position):
         return (super().__next__() // 1000 * 7) % N
 
 
-class DrawingSampler(Sampler[int]):
+class DrawingSampler(OfAll):
     """A sampler that draws from torch's global generator, without a state."""
 
     def __iter__(self) -> Iterator[int]:
         yield from torch.randperm(N).tolist()
-
-    def __len__(self) -> int:
-        return N
 
 
 class PairBatches(StatefulSampler):
@@ -516,16 +514,13 @@ def test_position_behind_a_prefetcher_is_restored() -> None:
     assert plain(next(iter(resumed))) == batches[3]
 
 
-class Fickle(Sampler[int]):
+class Fickle(OfAll):
     """A sampler that draws from Python's own generator, which no state includes."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(N))
         random.shuffle(order)
         yield from order
-
-    def __len__(self) -> int:
-        return N
 
 
 def test_sampler_that_cannot_be_replayed_is_named() -> None:

@@ -47,24 +47,8 @@ class Numbers(Dataset[int]):
         return index
 
 
-class Reader(Dataset[int]):
-    """A dataset that writes down which process has read it."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __len__(self) -> int:
-        """Return the number of items."""
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        """Note the process, and return the item."""
-        self.file.write_text(f"{os.getpid()} {multiprocessing.current_process().name}")
-        return index
-
-
-class Augmented(Numbers):
-    """Sample i is i, the epoch that the dataset was given, and draws of the three generators."""
+class WithEpoch:
+    """Stores the epoch that it is given."""
 
     epoch = -1
 
@@ -72,19 +56,30 @@ class Augmented(Numbers):
         """Store the epoch."""
         self.epoch = epoch
 
+
+class Reader(Numbers):
+    """A dataset that writes down which process has read it."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(8)
+        self.file = file
+
+    def __getitem__(self, index: int) -> int:
+        """Note the process, and return the item."""
+        self.file.write_text(f"{os.getpid()} {multiprocessing.current_process().name}")
+        return index
+
+
+class Augmented(WithEpoch, Numbers):
+    """Sample i is i, the epoch that the dataset was given, and draws of the three generators."""
+
     def __getitem__(self, index: int) -> Any:
         draws = (random.random(), np.random.random(), float(torch.rand(())))  # noqa: NPY002 - augmentations use it
         return index, int(self.epoch), draws
 
 
-class ByRng(Numbers):
+class ByRng(WithEpoch, Numbers):
     """Sample i is i, and a draw that depends only on the sample."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Store the epoch."""
-        self.epoch = epoch
 
     def __getitem__(self, index: int) -> Any:
         return index, float(torch.rand((), generator=data.sample_rng(7, self.epoch, index)))
@@ -186,15 +181,12 @@ def close_and_log(file: Any) -> None:
         log.write(f"{os.getpid()}\n")
 
 
-class Records(Dataset[int]):
+class Records(Numbers):
     """Reads records from a file that each process opens separately."""
 
     def __init__(self, path: str, n: int) -> None:
-        self.n = n
+        super().__init__(n)
         self.file = data.PerProcess(open_raw, path, close=close_and_log)
-
-    def __len__(self) -> int:
-        return self.n
 
     def __getitem__(self, index: int) -> Any:
         file = self.file.get()

@@ -261,12 +261,10 @@ class Cell:
         chosen, last, sampler = self._find_chosen(), self.newest, self.holder
         if chosen is not None and sampler.epoch != chosen:
             sampler.set_epoch(chosen)
-        is_new = chosen is not None or self._entered is not None or last is None
-        return (
-            Pass(epoch=int(sampler.epoch))
-            if is_new or last is None or sampler.epoch != last.epoch
-            else last
-        )
+        is_new = chosen is not None or self._entered is not None
+        if last is None or is_new or sampler.epoch != last.epoch:
+            return Pass(epoch=int(sampler.epoch))
+        return last
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass.

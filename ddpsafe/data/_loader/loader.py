@@ -69,17 +69,6 @@ def local_sampler(
     return sampler, None
 
 
-def worker_seed(seed: int | None, holder: object) -> int:
-    """Return the seed of the workers: the loader's, else the run's, else the sampler's."""
-    if seed is not None:
-        return require_int(seed, "seed")
-    chosen = chosen_seed()
-    if chosen is not None:
-        return chosen
-    inherited = getattr(holder, "seed", 0)
-    return inherited if isinstance(inherited, int) else 0
-
-
 class EpochIterator(Generic[T_co]):
     """torch's iterator, with a count of what it delivered; ``iter(loader)`` returns it."""
 
@@ -280,7 +269,11 @@ class DataLoader(OpenDataLoader[T_co]):
         if isinstance(dataset, ShardedIterable):
             dataset.bind_loader(batch_size=batch_size or 1, num_workers=num_workers)
         check_population(self, has_epoch)
-        self._worker_seed = worker_seed(seed, has_epoch)
+        # The loader's, else the run's, else the sampler's.
+        chosen = chosen_seed() if seed is None else require_int(seed, "seed")
+        inherited = getattr(has_epoch, "seed", 0)
+        inherited = inherited if isinstance(inherited, int) else 0
+        self._worker_seed: int = inherited if chosen is None else chosen
         # A framework that rebuilds a loader passes the `WorkerInit` of the first one.
         user_fn = (
             worker_init_fn.user_fn if isinstance(worker_init_fn, WorkerInit) else worker_init_fn

@@ -387,18 +387,8 @@ class PositionSampler(DrawnSampler[int]):
         total_size: How many samples all ranks together have left, including repeats.
     """
 
-    def __init__(
-        self,
-        *,
-        num_replicas: int | None,
-        rank: int | None,
-        seed: int | None,
-        drop_last: bool,
-        pad: bool,
-    ) -> None:
-        super().__init__(num_replicas, rank, seed)
-        self.drop_last = drop_last
-        self.pad = pad
+    drop_last: bool
+    pad: bool
 
     @abstractmethod
     def size(self) -> int:

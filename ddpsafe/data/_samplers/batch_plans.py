@@ -185,8 +185,7 @@ class EpochPosition:
             )
             return cls(start=int(start), segments=segments)
         except (TypeError, ValueError) as error:
-            message = f"The state's 'place' is damaged: {value!r}."
-            raise StateMismatchError(message) from error
+            raise StateMismatchError(f"The state's 'place' is damaged: {value!r}.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,14 +37,14 @@ class _OrderedSampler(PositionSampler):
         pad: bool = True,
         algorithm: Algorithm = "torch",
     ) -> None:
-        super().__init__(
-            num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
-        )
+        super().__init__(num_replicas, rank, seed)
         require_choice(algorithm, "algorithm", get_args(Algorithm))
         if not hasattr(dataset, "__len__"):
             dataset = range(require_int(dataset, "dataset (or its length)", least=0))
         self.dataset = dataset
         self.shuffle = shuffle
+        self.drop_last = drop_last
+        self.pad = pad
         self.algorithm: Algorithm = algorithm
         self._n = len(self.dataset)
         if self._n == 0:

@@ -60,9 +60,9 @@ class WeightedSampler(PositionSampler):
         drop_last: bool = False,
         pad: bool = True,
     ) -> None:
-        super().__init__(
-            num_replicas=num_replicas, rank=rank, seed=seed, drop_last=drop_last, pad=pad
-        )
+        super().__init__(num_replicas, rank, seed)
+        self.drop_last = drop_last
+        self.pad = pad
         self.weights = require_amounts(weights, "weights", "WeightedSampler")
         if not self.weights.any():
             raise _bad("all weights are zero", "give at least one sample a weight")
