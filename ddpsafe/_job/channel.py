@@ -168,6 +168,9 @@ class Goodbye:
     """The launcher leaves the channel; the end of the connection that follows is not a failure."""
 
 
+if TYPE_CHECKING:
+    Sent: TypeAlias = MessageT | Hello | Alive | Goodbye
+
 _adapters: dict[Any, TypeAdapter[Any]] = {}
 
 
@@ -215,11 +218,11 @@ class Codec(Generic[MessageT]):
         for cls in (*self._classes.values(), *others):
             _adapter(cls)
 
-    def pack(self, message: MessageT | Hello | Alive | Goodbye) -> bytes:
+    def pack(self, message: Sent[MessageT]) -> bytes:
         """Return a message as bytes, none of which ends a line."""
         return json.dumps([type(message).__name__, to_json(message)]).encode()
 
-    def unpack(self, packed: bytes) -> MessageT | Hello | Alive | Goodbye:
+    def unpack(self, packed: bytes) -> Sent[MessageT]:
         """Return the message that these bytes are.
 
         Raises:
@@ -230,7 +233,7 @@ class Codec(Generic[MessageT]):
             cls = self._classes[name]
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             raise GarbledError("not a message") from exc
-        message: MessageT | Hello | Alive | Goodbye = from_json(cls, body)
+        message: Sent[MessageT] = from_json(cls, body)
         return message
 
 
@@ -427,7 +430,7 @@ class Back:
 
 
 if TYPE_CHECKING:
-    Event: TypeAlias = Lost | Away | Back | Hello | Alive | Goodbye | MessageT
+    Event: TypeAlias = Lost | Away | Back | Sent[MessageT]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -738,12 +741,7 @@ class Channel(Generic[NameT, MessageT]):
         with contextlib.suppress(BlockingIOError):
             os.write(self._news_write, b"!")
 
-    def send(
-        self,
-        message: MessageT | Hello | Alive | Goodbye,
-        *,
-        to: NameT | Collection[NameT] | None = None,
-    ) -> None:
+    def send(self, message: Sent[MessageT], *, to: NameT | Collection[NameT] | None = None) -> None:
         """Send to a node, to some, or to all, without waiting. Messages to a lost node are dropped.
 
         A node that is away gets them when it is back, except for those of routine.
@@ -952,9 +950,7 @@ class Channel(Generic[NameT, MessageT]):
         """Return the next beat to a peer, which confirms what has arrived."""
         return self._codec.pack(replace(peer.clocks.answer(), received=peer.received))
 
-    def _note(
-        self, peer: _Peer[NameT], message: MessageT | Hello | Alive | Goodbye, at_ns: int
-    ) -> None:
+    def _note(self, peer: _Peer[NameT], message: Sent[MessageT], at_ns: int) -> None:
         """Note what a message says about the connection, whenever it will be read."""
         with self._lock:
             if not isinstance(message, (*self._codec.routine, Hello)):
@@ -1095,9 +1091,7 @@ class Channel(Generic[NameT, MessageT]):
         if len(connection.received) > limit:
             raise GarbledError("a line without an end")
 
-    def _take(
-        self, peer: _Peer[NameT], message: MessageT | Hello | Alive | Goodbye, at_ns: int
-    ) -> None:
+    def _take(self, peer: _Peer[NameT], message: Sent[MessageT], at_ns: int) -> None:
         """Hand a message over: at once, in this thread, if that was asked for."""
         self._note(peer, message, at_ns)
         handle = self._at_once.get(type(message))

@@ -265,10 +265,7 @@ class Control:
     ) -> None:
         """If the store's server exits with this rank, wait a while until others have read a key's bytes.
 
-        Args:
-            key: The key.
-            ranks: The others; ``None`` for all of them.
-            is_lost: Returns whether a rank has ended, and need not be waited for.
+        By default all others; not those that `is_lost` says have ended.
         """
         if self._served_by_rank_zero and self._rank == 0:
             linger = Deadline.after(_LINGER)

@@ -207,10 +207,6 @@ class Reporter:
     def returned(self, value: object, *, stop_calls: int) -> None:
         """Report that the user's function returned.
 
-        Args:
-            value: What it returned.
-            stop_calls: How often it had called `stop_requested`.
-
         Raises:
             CannotTravelError: The returned value cannot be pickled.
         """
@@ -555,9 +551,7 @@ def _drop_signal_handlers() -> None:
     torch's SIGCHLD handler raises whenever a DataLoader worker dies, at whatever line this is.
     """
     try:
-        for signum in filter(
-            lambda number: callable(signal.getsignal(number)), signal.valid_signals()
-        ):
+        for signum in (each for each in signal.valid_signals() if callable(signal.getsignal(each))):
             is_child = signum == signal.SIGCHLD
             signal.signal(signum, signal.SIG_DFL if is_child else signal.SIG_IGN)
     except BaseException:  # noqa: BLE001 - one of them raised just now: remove the rest

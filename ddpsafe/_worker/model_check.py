@@ -203,12 +203,7 @@ def _mismatch(
 ) -> MismatchError:
     """Return the error.
 
-    Args:
-        place: The first position at which a rank differs, from 0.
-        entries: What each rank has there; ``None`` if its model ends before.
-        equal: The ranks that the others are compared with.
-        is_order: Whether all ranks have the same names.
-        origin: Whether this rank is among those that differ.
+    All are compared with the `equal` ranks; `is_order` says whether all ranks have the same names.
     """
     usual = entries[equal[0]]
     odd = [rank for rank in entries if rank not in equal]

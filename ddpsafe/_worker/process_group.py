@@ -106,10 +106,7 @@ def close_group(
 ) -> list[int]:
     """Wait for all ranks at the end of a successful job, then close the group; without a collective.
 
-    Args:
-        control: Barriers over the store; ``None`` in a world of one.
-        deadline: How long to wait for ranks that still work.
-        is_supervised: Whether ddpsafe's launcher ends this process if it hangs.
+    `is_supervised` says whether ddpsafe's launcher ends this process if it hangs.
 
     Returns:
         The ranks that had not finished by the deadline; if there are any, the group stays open.

@@ -220,10 +220,8 @@ def record_collectives() -> None:
     import torch
     from torch.torch_version import TorchVersion
 
-    if (
-        TorchVersion(torch.__version__) < "2.11"
-        and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ
-    ):
+    is_old = TorchVersion(torch.__version__) < "2.11"
+    if is_old and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
@@ -608,6 +606,8 @@ def _from_entries(
             # All ranks of a group know it by this name; most groups have no description.
             short, description = entry["process_group"]
             label = MAIN_GROUP if description == MAIN_GROUP or not short else short
+            if short in of_nccl:
+                label += f" ({name.partition(':')[0]})"
             counters = content.get("pg_status", {}).get(str(entry.get("pg_id")), {})
             is_done = entry["retired"] or entry.get("state") == "completed"
             # The recorder never retires a coalesced call that was captured in a CUDA graph.
@@ -618,9 +618,7 @@ def _from_entries(
             # event shows that they have begun.
             has_begun = entry.get("state") == "started" or not name.startswith("nccl")
             collective = Collective(
-                group=f"{label} ({name.partition(':')[0]})"
-                if (entry["process_group"][0] in of_nccl)
-                else label,
+                group=label,
                 number=number,
                 name=name,
                 sizes=str(entry["input_sizes"]),

@@ -352,9 +352,8 @@ def _is_in_wait(frame: FrameType) -> bool:
     if not has_no_arguments or code[-2].argval != "wait":
         return False
     if not names[0].startswith(("LOAD_FAST", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")):
-        return (
-            True  # handles[i].wait(): no other method of that name is native and has no arguments
-        )
+        # handles[i].wait(): no other method of that name is native and has no arguments.
+        return True
     name = code[-3].argval
     return isinstance(frame.f_locals.get(name, frame.f_globals.get(name)), dist.Work)
 

@@ -126,22 +126,17 @@ class Ending(Numbers):
         return index
 
 
-class Gated(Numbers):
+class Gated(Lethal):
     """One sample waits at a FIFO until the test writes to it; then it may kill the worker."""
 
     def __init__(self, n: int, index: int, fifo: str, how: str = "") -> None:
-        super().__init__(n)
-        self.index = index
+        super().__init__(n, index, how)
         self.fifo = fifo
-        self.how = how
-        self.samples = [(f"/data/{i:05d}.jpg", 0) for i in range(n)]
 
     def __getitem__(self, index: int) -> int:
         if index == self.index:
             Path(self.fifo).read_bytes()
-            if self.how:
-                os.kill(os.getpid(), getattr(signal, self.how))
-        return index
+        return super().__getitem__(index) if self.how else index
 
 
 class Renamed(Numbers):
@@ -420,14 +415,14 @@ def faulty_gather(ctx: ddpsafe.RankContext, fault: str) -> Any:
 
 def augmentation_traces(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
     """Return (index, epoch, draws) of two epochs, with fresh and with persistent workers."""
-    return [_augmentation_trace(persistent=persistent) for persistent in (False, True)]
-
-
-def _augmentation_trace(*, persistent: bool) -> Any:
-    torch.manual_seed(42)
-    random.seed(42)
-    loader = build_loader(Augmented(24), batch_size=4, num_workers=2, persistent_workers=persistent)
-    return [_plain(loader) for _ in loader.epochs(2)]
+    found = []
+    for persistent in (False, True):
+        torch.manual_seed(42)
+        random.seed(42)
+        options: Any = {"num_workers": 2, "persistent_workers": persistent}
+        loader = build_loader(Augmented(24), batch_size=4, **options)
+        found.append([_plain(loader) for _ in loader.epochs(2)])
+    return found
 
 
 def _plain(loader: Any) -> list[Any]:
@@ -571,20 +566,16 @@ def _epochs_of(loader: Any) -> Any:
 
 def accelerated(ctx: ddpsafe.RankContext) -> Any:  # noqa: ARG001 - a rank function receives the context
     """Read two epochs through Accelerate, with and without ddpsafe's sampler."""
-    return [_accelerated(own_sampler=own_sampler) for own_sampler in (False, True)]
-
-
-def _accelerated(*, own_sampler: bool) -> Any:
     from accelerate import Accelerator
 
-    torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
-    options: Any = {"shuffle": True}
-    if own_sampler:
-        # Accelerate divides the data itself, so the sampler must not.
-        options = {"sampler": data.DistributedSampler(48, 1, 0)}
-    loader = data.DataLoader(Augmented(48), 4, num_workers=1, **options)
-    return _epochs_of(accelerator.prepare(loader))
+    found = []
+    # Accelerate divides the data itself, so the sampler must not.
+    for options in ({"shuffle": True}, {"sampler": data.DistributedSampler(48, 1, 0)}):
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True)
+        loader = data.DataLoader(Augmented(48), 4, num_workers=1, **options)  # type: ignore[arg-type]
+        found.append(_epochs_of(accelerator.prepare(loader)))
+    return found
 
 
 def fabricated(ctx: ddpsafe.RankContext) -> Any:
