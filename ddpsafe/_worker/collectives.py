@@ -38,11 +38,7 @@ _SHOWN_CHARS: Final = 80
 
 
 def wrap(
-    model: nn.Module,
-    device: torch.device,
-    *,
-    sync_batchnorm: bool,
-    ddp_kwargs: Mapping[str, Any],
+    model: nn.Module, device: torch.device, *, sync_batchnorm: bool, ddp_kwargs: Mapping[str, Any]
 ) -> nn.Module:
     """Move to the device, convert BatchNorm on request, compare over the ranks, and wrap in DDP."""
     import torch.distributed as dist

@@ -40,10 +40,7 @@ _COMPARED_VALUES: Final = 1_024
 
 
 def sorted_files(
-    root: str | os.PathLike[str],
-    pattern: str = "**/*",
-    *,
-    suffixes: Collection[str] | None = None,
+    root: str | os.PathLike[str], pattern: str = "**/*", *, suffixes: Collection[str] | None = None
 ) -> list[Path]:
     """List the files below `root`, ordered by the bytes of their relative paths.
 
@@ -358,10 +355,7 @@ def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
 
 
 def compare_datasets(
-    reading: _Reading,
-    facts: Mapping[str, object],
-    *,
-    start_method: str | None,
+    reading: _Reading, facts: Mapping[str, object], *, start_method: str | None
 ) -> str:
     """Compare datasets over the ranks; see `check_dataset_consistency`.
 

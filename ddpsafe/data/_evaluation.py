@@ -234,11 +234,7 @@ def _check_cover(
     )
 
 
-def _gather_leaf(
-    leaf: Any,
-    spec: Mapping[str, Any],
-    order: NDArray[np.int64],
-) -> Any:
+def _gather_leaf(leaf: Any, spec: Mapping[str, Any], order: NDArray[np.int64]) -> Any:
     if spec["kind"] == "list":
         parts = gather_json([] if leaf is None else list(leaf))
         flat = [value for part in parts for value in part]

@@ -36,13 +36,7 @@ class EvenSteps(Generic[T]):
         dropped: With ``policy="min"``: whether this rank had a batch left when all stopped.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[T],
-        *,
-        policy: Policy,
-        model: Joinable | None,
-    ) -> None:
+    def __init__(self, loader: Iterable[T], *, policy: Policy, model: Joinable | None) -> None:
         self.weight = 1.0
         self.dropped = False
         self._loader = loader
@@ -139,10 +133,7 @@ class EvenSteps(Generic[T]):
 
 
 def even_steps(
-    loader: Iterable[T],
-    *,
-    policy: Policy = "min",
-    model: Joinable | None = None,
+    loader: Iterable[T], *, policy: Policy = "min", model: Joinable | None = None
 ) -> EvenSteps[T]:
     """Make all ranks take the same number of steps; needed only if their numbers of batches differ.
 

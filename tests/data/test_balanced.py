@@ -36,13 +36,7 @@ def plan(lengths: Any, replicas: int, batch_size: int, **options: Any) -> list[l
 )
 @settings(max_examples=80)
 def test_ranks_get_equal_numbers_of_batches(
-    *,
-    lengths: list[int],
-    replicas: int,
-    batch_size: int,
-    window: int,
-    cost: str,
-    drop_last: bool,
+    *, lengths: list[int], replicas: int, batch_size: int, window: int, cost: str, drop_last: bool
 ) -> None:
     """For any lengths, ranks have equal batch sizes in each step, and no sample is lost."""
     drop_last = drop_last and len(lengths) >= replicas * batch_size

@@ -30,13 +30,7 @@ worlds = st.integers(1, 20).flatmap(lambda r: st.tuples(st.just(r), st.integers(
     drop_last=st.booleans(),
 )
 def test_order_equals_torchs_bit_for_bit(
-    *,
-    n: int,
-    world: tuple[int, int],
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    drop_last: bool,
+    *, n: int, world: tuple[int, int], shuffle: bool, seed: int, epoch: int, drop_last: bool
 ) -> None:
     """Equal arguments give equal indices and lengths, as Python ints, even if n < num_replicas."""
     replicas, rank = world
@@ -62,12 +56,7 @@ def test_order_equals_torchs_bit_for_bit(
     pad=st.booleans(),
 )
 def test_ranks_partition_the_dataset(
-    *,
-    n: int,
-    replicas: int,
-    algorithm: str,
-    epoch: int,
-    pad: bool,
+    *, n: int, replicas: int, algorithm: str, epoch: int, pad: bool
 ) -> None:
     """Without padding each sample is read once; with it, at most num_replicas - 1 are read twice."""
     shares = []

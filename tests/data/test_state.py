@@ -422,9 +422,7 @@ def test_jobs_that_fill_or_drop_a_step_do_so_at_the_end_only(kind: str, chain: l
 @given(chain=st.lists(st.integers(0, 9), min_size=1, max_size=5), swap=st.booleans())
 @settings(max_examples=30, derandomize=True)
 def test_constant_global_batch_size_gives_the_uninterrupted_batches(
-    *,
-    chain: list[int],
-    swap: bool,
+    *, chain: list[int], swap: bool
 ) -> None:
     """If world size times batch size is constant, each step has the same samples."""
 

@@ -61,10 +61,7 @@ def find_place(env: Mapping[str, str]) -> World | None:
 
 @contextlib.contextmanager
 def process_group(
-    backend: str = "auto",
-    *,
-    config: LaunchConfig | None = None,
-    **fields: Unpack[GroupFields],
+    backend: str = "auto", *, config: LaunchConfig | None = None, **fields: Unpack[GroupFields]
 ) -> Iterator[RankContext]:
     """Join the process group for as long as the context is open.
 
