@@ -219,6 +219,7 @@ class Exchange:
     def __init__(self, group: RankGroup, name: str, index: int, call: str) -> None:
         self._group = group
         self._name = f"{name}/{index}"
+        self._answer = f"{self._name}/answer"
         self._sent, self._answered, self._number = f"{name}/sent", f"{name}/answer", index + 1
         self._call = call
         self._mine: Message | None = None
@@ -382,10 +383,6 @@ class Exchange:
             raise group.peer_error(message.failure) from None
         self._require_same_call(group.leader, message)
         return message.facts
-
-    @property
-    def _answer(self) -> str:
-        return f"{self._name}/answer"
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}"

@@ -581,6 +581,7 @@ class Channel(Generic[NameT, MessageT]):
         node_loss: How long a node may be away before it is lost.
 
     Attributes:
+        scope: As above.
         refused: Why node 0 has refused nodes, each with what it said about itself: anyone can have said that.
     """
 
@@ -588,7 +589,7 @@ class Channel(Generic[NameT, MessageT]):
         self, secret: bytes, scope: str, codec: Codec[MessageT], node_loss: timedelta
     ) -> None:
         """Begin without any connection; callers use `listen` or `dial`."""
-        self._secret, self._scope = secret, scope
+        self._secret, self.scope = secret, scope
         self._codec = codec
         self.refused: list[tuple[Refusal, Any]] = []
         self._node_loss_s = node_loss.total_seconds()
@@ -711,11 +712,6 @@ class Channel(Generic[NameT, MessageT]):
         channel._attach(peer, connection, 0)
         channel._thread.start()
         return channel
-
-    @property
-    def scope(self) -> str:
-        """Which end of the channel node 0 has."""
-        return self._scope
 
     @property
     def port(self) -> int:
@@ -1043,7 +1039,7 @@ class Channel(Generic[NameT, MessageT]):
             self._selector.register(accepted, selectors.EVENT_READ, connection)
             self._ungreeted[connection] = None
             _notice_loss(accepted)
-            greeting = f"{_VERSION} {challenge} {self._scope}\n"
+            greeting = f"{_VERSION} {challenge} {self.scope}\n"
             accepted.send(greeting.encode())  # it fits into the empty buffer
 
     def _drop(self, connection: _Connection[NameT]) -> None:
@@ -1109,7 +1105,7 @@ class Channel(Generic[NameT, MessageT]):
             proof, received = str(greeting["proof"]).encode(), int(greeting["received"])
             token, version = str(greeting["token"]), str(greeting["version"])
             text = f"{connection.challenge} {received} {token}"
-            expected = prove(self._secret, "participant", self._scope, node, text)
+            expected = prove(self._secret, "participant", self.scope, node, text)
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
             self._warn_of_program(connection, line + b"\n")
             return False
@@ -1133,11 +1129,11 @@ class Channel(Generic[NameT, MessageT]):
             self._ungreeted.pop(connection, None)
             connection.peer, peer.connection = peer, connection
             answer = prove(
-                self._secret, "coordinator", self._scope, node, f"{challenge} {peer.received}"
+                self._secret, "coordinator", self.scope, node, f"{challenge} {peer.received}"
             )
             connection.to_send += f"{answer} {peer.received}\n".encode()
             nonces = f"{connection.challenge} {challenge}"
-            connection.begin(self._secret, self._scope, nonces, is_node_0=True)
+            connection.begin(self._secret, self.scope, nonces, is_node_0=True)
             connection.put(self._beat(peer))
             self._resume(peer, received)
         return True

@@ -195,10 +195,6 @@ class Reporter:
         self.phase: Phase = "starting"
         self.has_failed = False
 
-    def is_rank_process(self) -> bool:
-        """Return whether this process is the rank rather than a fork of it."""
-        return self._sender.is_rank_process()
-
     def enter(self, phase: Phase) -> None:
         """Report that a phase begins."""
         self.phase = phase
@@ -343,7 +339,7 @@ class Reporter:
     def exception_in_flight(self) -> BaseException | None:
         """Report the exception that the user's ``except`` or ``finally`` is handling; return it."""
         # An exception of a fork is not the rank's: it is not reported, so nothing is withdrawn.
-        exc = sys.exc_info()[1] if self.is_rank_process() else None
+        exc = sys.exc_info()[1] if self._sender.is_rank_process() else None
         if exc is None:
             return None
         leaving = find_on_its_way(exc, _frames_above(sys._getframe()))  # noqa: SLF001 - documented, in spite of its name
@@ -435,7 +431,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         prepare_interpreters()
         reporter.enter("loading")
         value = _run_user_code(spec, reporter, inheritance, since_start)
-        if reporter.is_rank_process():
+        if sender.is_rank_process():
             if multiprocessing.active_children():
                 # An iterator of a DataLoader may be in a reference cycle. That its workers end is part of what
                 # the function does, and not of the end of the process group, which collects garbage too.
@@ -448,7 +444,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             _drop_signal_handlers()
         except BaseException:  # noqa: BLE001 - a handler raised before the function could catch that
             _drop_signal_handlers()
-        if reporter.is_rank_process():
+        if sender.is_rank_process():
             reporter.has_failed = True
             # Programs that the script's exit functions start do not inherit it, as they would SIG_IGN.
             signal.signal(signal.SIGTERM, lambda *_: None)
@@ -462,7 +458,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         _flush()
         code = exit_code_of(exc)
         os._exit(1 if code is None else code)
-    if not reporter.is_rank_process():
+    if not sender.is_rank_process():
         # The user's function forked, and this is the child: the parent is the rank.
         _flush()
         os._exit(0)

@@ -56,11 +56,12 @@ class StopSignals:
     forks reacts to the signals as it would without ddpsafe.
 
     Attributes:
+        before: The handlers that `open` has replaced.
         noted: The first signal that arrived; ``None`` before.
     """
 
     def __init__(self) -> None:
-        self._before: dict[signal.Signals, Any] = {}
+        self.before: dict[signal.Signals, Any] = {}
         self._pid = os.getpid()
         self._is_open = False
         self.noted: signal.Signals | None = None
@@ -73,7 +74,7 @@ class StopSignals:
         for signum in STOP_SIGNALS:
             before = signal.getsignal(signum)
             if before not in (None, signal.SIG_IGN) and not is_handled_in_c(signum):
-                self._before[signum] = before
+                self.before[signum] = before
                 signal.signal(signum, self._note)
 
     def close(self) -> None:
@@ -81,13 +82,9 @@ class StopSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self._is_open = False
-        for signum, before in self._before.items():
+        for signum, before in self.before.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, before)
-
-    def handler_before(self, signum: signal.Signals) -> Any:
-        """Return the handler that `open` has replaced."""
-        return self._before[signum]
 
     def raise_again(self) -> None:
         """Let the recorded signal have its default effect, if it has no handler of the user's."""
@@ -99,7 +96,7 @@ class StopSignals:
 
         If the user has a handler for SIGTERM, that one decides, as it does without ddpsafe.
         """
-        if self._before.get(signal.SIGTERM) == signal.SIG_DFL and os.getpid() == self._pid:
+        if self.before.get(signal.SIGTERM) == signal.SIG_DFL and os.getpid() == self._pid:
             # Python's signal.signal works in the main thread only. None is SIG_DFL.
             ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
             os.kill(self._pid, signal.SIGTERM)
@@ -108,7 +105,7 @@ class StopSignals:
             os._exit(_BY_SIGNAL + signal.SIGTERM)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        before = self._before[signal.Signals(signum)]
+        before = self.before[signal.Signals(signum)]
         is_noted = self._is_open and os.getpid() == self._pid
         if is_noted and self.noted is None:
             self.noted = signal.Signals(signum)
@@ -286,7 +283,7 @@ def _enter(marks: Mapping[str, Any]) -> None:
                 handler: Any = signal.getsignal(signum)
                 replaced = getattr(handler, "__self__", None)
                 if isinstance(replaced, StopSignals):  # the rank's, in a fork
-                    handler = replaced.handler_before(signum)
+                    handler = replaced.before[signum]
                 if handler == signal.SIG_DFL:
                     signal.signal(signum, _do_as_owner)
             signal.signal(END, _end)
