@@ -792,10 +792,8 @@ class Channel(Generic[NameT, MessageT]):
     def carries(self) -> bool:
         """Return whether packets pass in both directions now, on all connections."""
         with self._lock:
-            sockets = [connection.socket for connection in self._connections()]
-        return bool(sockets) and all(
-            _silent_s(each) < BEAT_S and not _is_unacked(each) for each in sockets
-        )
+            found = [_traffic(each.socket) for each in self._connections()]
+        return bool(found) and all(not is_unacked and s < BEAT_S for is_unacked, s in found)
 
     def close(self) -> None:
         """Take leave, send what is left, for at most `_FLUSH_S`, and close."""

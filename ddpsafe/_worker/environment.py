@@ -10,6 +10,7 @@ import os
 import sys
 from typing import IO, TYPE_CHECKING, Any, Final, TextIO, cast
 
+from ddpsafe import _stdlib_private
 from ddpsafe._errors import Explanation, PreflightError
 from ddpsafe._wire.log_overflow import LogStream
 from ddpsafe._wire.rank_pipe import Claim, StepCounter
