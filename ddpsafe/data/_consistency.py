@@ -273,10 +273,15 @@ def _text_of(value: Any, content: Callable[[Any], str]) -> str:
 
 def _content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
-        return (
-            f"{tuple(value.shape)}{value.dtype}{_digest(flat.view(torch.uint8).numpy().tobytes())}"
-        )
+        # Sparse, nested and quantized tensors have no bytes to view, and nested ones no shape.
+        shape, raw = str(value.layout), repr(value).encode()
+        with contextlib.suppress(RuntimeError):
+            shape = str(tuple(value.shape))
+            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            raw = flat.view(torch.uint8).numpy().tobytes()
+        return f"{shape}{value.dtype}{_digest(raw)}"
+    if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
+        return f"{value.shape}{stable_text(value.ravel().tolist())}"
     if isinstance(value, np.ndarray | np.generic):
         return f"{value.shape}{value.dtype}{_digest(value.tobytes())}"
     return _digest(value.tobytes()) if hasattr(value, "tobytes") else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections import UserList
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,24 @@ def test_text_of_an_item_holds_no_address() -> None:
     assert stable_text(torch.ones(2)) != stable_text(torch.ones(2).double())
     assert stable_text(torch.zeros(2, 1)) != stable_text(torch.zeros(1, 2))
     assert stable_text(np.arange(3)) != stable_text(np.arange(1, 4))
+
+
+def objects(step: int) -> np.ndarray[Any, Any]:
+    """Return an array of objects, whose bytes are their addresses."""
+    return np.array([f"number {step}", {"x": [step]}], dtype=object)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make",
+    [
+        objects,
+        lambda step: (torch.eye(3) * step).to_sparse(),
+        lambda step: torch.nested.nested_tensor([torch.ones(2) * step, torch.ones(3)]),
+        lambda step: torch.full((2,), complex(0, step)).conj(),
+    ],
+    ids=["array of objects", "sparse", "nested", "conjugated"],
+)
+def test_equal_items_have_equal_texts_and_others_have_not(make: Callable[[int], object]) -> None:
+    """Also those whose bytes cannot be compared."""
+    assert stable_text(make(1)) == stable_text(make(1)) != stable_text(make(2))
