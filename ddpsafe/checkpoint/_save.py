@@ -170,7 +170,7 @@ class Writing:
         """Make a folder the checkpoint of a step, in the thread, unless the wait for it has ended."""
         if not _directory.publish(folder, step, is_wanted=lambda: not self._given_up.is_set()):
             raise _GivenUpError
-        self._is_published = True
+        self._is_published = step == self._step  # memory may have only an older one
 
     def wait(self, limit: timedelta | None = None) -> None:
         """Wait for the thread, if it was started, until the deadline or for another limit.

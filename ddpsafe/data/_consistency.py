@@ -273,13 +273,15 @@ def _text_of(value: Any, content: Callable[[Any], str]) -> str:
 
 def _content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        # Sparse, nested and quantized tensors have no bytes to view, and nested ones no shape.
-        shape, raw = str(value.layout), repr(value).encode()
-        with contextlib.suppress(RuntimeError):
-            shape = str(tuple(value.shape))
-            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-            raw = flat.view(torch.uint8).numpy().tobytes()
-        return f"{shape}{value.dtype}{_digest(raw)}"
+        if value.is_nested:
+            return stable_text(value.unbind())
+        shape = tuple(value.shape)
+        if value.layout is not torch.strided:
+            sparse = value.to_sparse().coalesce()
+            return f"{shape}{stable_text((sparse.indices(), sparse.values()))}"
+        value = value.dequantize() if value.is_quantized else value
+        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return f"{shape}{value.dtype}{_digest(flat.view(torch.uint8).numpy().tobytes())}"
     if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
         return f"{value.shape}{stable_text(value.ravel().tolist())}"
     if isinstance(value, np.ndarray | np.generic):
@@ -289,6 +291,8 @@ def _content(value: Any) -> str:
 
 def _coarse_content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
+        if value.is_nested:
+            return _text_of(value.unbind(), _coarse_content)
         is_of_labels = not value.is_floating_point() and value.dtype is not torch.uint8
         count = value.numel()
     elif isinstance(value, np.ndarray | np.generic):

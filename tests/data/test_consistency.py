@@ -16,7 +16,14 @@ from data_programs import Numbers, consistency, consistency_of_pictures, refused
 
 import ddpsafe
 from ddpsafe.data import check_dataset_consistency
-from ddpsafe.data._consistency import DIFFERENCES, UnequalData, has_equal_input, stable_text
+from ddpsafe.data._consistency import (
+    DIFFERENCES,
+    UnequalData,
+    _coarse_content,
+    _text_of,
+    has_equal_input,
+    stable_text,
+)
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 
@@ -159,17 +166,21 @@ def objects(step: int) -> np.ndarray[Any, Any]:
     return np.array([f"number {step}", {"x": [step]}], dtype=object)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:.* nested tensors", "ignore:Sparse CSR", "ignore:.*quantize")
 @pytest.mark.parametrize(
     "make",
     [
         objects,
-        lambda step: (torch.eye(3) * step).to_sparse(),
-        lambda step: torch.nested.nested_tensor([torch.ones(2) * step, torch.ones(3)]),
+        lambda step: torch.full((5000,), 1 + step * 1e-6).to_sparse(),
+        lambda step: (torch.ones(50, 50) + step * torch.eye(50)).to_sparse_csr(),
+        lambda step: torch.nested.nested_tensor([torch.ones(2000) * step, torch.ones(3)]),
+        lambda step: torch.quantize_per_tensor(torch.ones(3) * step, 0.1, 0, torch.qint8),
         lambda step: torch.full((2,), complex(0, step)).conj(),
     ],
-    ids=["array of objects", "sparse", "nested", "conjugated"],
+    ids=["array of objects", "sparse", "sparse by rows", "nested", "quantized", "conjugated"],
 )
 def test_equal_items_have_equal_texts_and_others_have_not(make: Callable[[int], object]) -> None:
     """Also those whose bytes cannot be compared."""
     assert stable_text(make(1)) == stable_text(make(1)) != stable_text(make(2))
+    coarse = _text_of(make(1), _coarse_content)
+    assert coarse == _text_of(make(1), _coarse_content)

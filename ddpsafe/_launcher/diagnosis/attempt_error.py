@@ -110,11 +110,8 @@ _BY_KIND: Final[dict[FailureKind, Advice]] = {
         "compare where the ranks were; call the same collectives in the same order on every rank.",
     ),
     "unpicklable": (
-        "an object cannot be sent to another process; since Python 3.14, loader workers need that too.",
-        (
-            "define its class or function at the top of a module, and open files and locks where they are used; "
-            'or give the DataLoader multiprocessing_context="fork".'
-        ),
+        "an object cannot be sent to another process.",
+        "return plain data, or send what is at the top of a module; open files and locks where they are used.",
     ),
     "killed": (
         "a worker process of its DataLoader died: killed for memory, a full /dev/shm, or a crash.",

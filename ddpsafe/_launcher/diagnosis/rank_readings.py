@@ -414,7 +414,10 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
         rank = psutil.Process(process.pid)
         for child in (rank.parent() or rank).children(recursive=True):
             before = len(_dump_of(process))
-            if child.pid == process.pid or not (
+            # What a zombie had open is hidden from others than root, and it answers nothing.
+            if child.pid == process.pid or child.status() == psutil.STATUS_ZOMBIE:
+                continue
+            if not (
                 _catches_stacks_signal(process, child.pid) and _holds_stacks(process, child.pid)
             ):
                 continue

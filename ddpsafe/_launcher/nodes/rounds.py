@@ -269,7 +269,7 @@ class NodeLaunch:
         new = [node for node in nodes[1:] if lobby.is_new(node.launcher)]
         if not new:
             return True
-        limit = min(2 * limits.FILE_APPEARS, self._plan.config.timeouts.start)
+        limit = 2 * limits.FILE_APPEARS
 
         def has_answered(launcher: str) -> bool:
             return lobby.of(launcher).seen is not None
@@ -619,21 +619,22 @@ class NodeLaunch:
         deadline = Deadline.after(self._plan.config.timeouts.start + limits.READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
-        port = 0
+        unreached = ""
 
         def has_plan() -> bool:
-            nonlocal checking, port
+            nonlocal checking, unreached
             _require_round(rendezvous)
             if membership.check is not None:
                 check, membership.check = membership.check, None
                 # In a thread: a look at a dead mount does not return, and this node still has to
                 # take a signal.
                 checking = BoundedCall(partial(_look_at, check), name="ddpsafe-folders")
-                port = check.port
+                # Meanwhile, so that both together take less than node 0 waits.
+                address = membership.node_0.address
+                unreached = self._find_no_way(rendezvous, address, check.port)
             if checking is not None and checking.wait(0):
-                seen, checking = checking.result(), None
-                unreached = self._find_no_way(rendezvous, membership.node_0.address, port)
-                rendezvous.channel.send(replace(seen, unreached=unreached))
+                rendezvous.channel.send(replace(checking.result(), unreached=unreached))
+                checking = None
             return membership.plan is not None
 
         rendezvous.wait_until(has_plan, deadline)
