@@ -256,10 +256,10 @@ class StateMemory:
         if not self._is_first:
             return None, []
         held, problems = self.slots.newest()
-        problems = [f"{problem} (in the memory of {self._ranks.host})" for problem in problems]
+        where = f"the memory of {self._ranks.host}"
         if problems:
-            warn(f"a state in memory is damaged and is skipped: {'; '.join(problems)}")
-        return None if held is None else asdict(held), problems
+            warn(f"a state in {where} is damaged and is skipped: {'; '.join(problems)}")
+        return None if held is None else asdict(held), [f"{each} (in {where})" for each in problems]
 
     def provide(
         self, candidate: Candidate, absence_error: Callable[[Absence], RestoreError]
