@@ -462,7 +462,7 @@ BUDGETS: Final = {
     "tests/gpu": (660, "what needs a GPU"),
     "tests/job": (380, "the folder of the same name"),
     "tests/kits": (5_260, "what several tests use: machines, networks, launches"),
-    "tests/launcher": (6_840, "the folder of the same name, with the table of root causes"),
+    "tests/launcher": (6_850, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_360, "torch's NCCL code without a GPU"),
     "tests/nodes": (6_390, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_430, "hosts, network and clocks of jobs in virtual time"),
