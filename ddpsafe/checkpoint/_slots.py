@@ -7,7 +7,6 @@ A writer that is killed at any moment leaves the other slot as it was.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import zlib
@@ -195,35 +194,32 @@ class NodeSlots:
 
     def manifest(self, number: int) -> Manifest | None:
         """Return the manifest of a slot; ``None`` if it holds no whole state of this directory."""
-        with contextlib.suppress(DamagedFileError, RestoreError):
-            found = read_manifest(self._slots[number])
-            if found.metadata.get("directory") == self._directory:
-                return found
-        return None
+        return self._read(number)[0]
 
-    def _by_age(self) -> list[tuple[int, Manifest | None]]:
-        found = [(number, self.manifest(number)) for number in range(_SLOTS)]
+    def _read(self, number: int) -> tuple[Manifest | None, str]:
+        """Return that, and how a manifest is damaged; one that a killed writer left, empty or cut, is not."""
+        slot = self._slots[number]
+        try:
+            found = read_manifest(slot)
+        except DamagedFileError as exc:
+            return None, str(exc) if slot.path(NAME).read_bytes().endswith(b"}\n") else ""
+        except RestoreError:
+            return None, ""
+        return (found if found.metadata.get("directory") == self._directory else None), ""
+
+    def _by_age(self) -> list[tuple[int, Manifest | None, str]]:
+        found = [(number, *self._read(number)) for number in range(_SLOTS)]
         return sorted(found, key=lambda each: (-1, -1) if each[1] is None else _age_of(each[1]))
 
     def target(self) -> Slot:
         """Return the slot to write to: the one without a state, or with the older one."""
         return self._slots[self._by_age()[0][0]]
 
-    def _damage_of_manifest(self, number: int) -> str:
-        """Return what is wrong with a manifest that was written; a killed writer leaves it empty or cut."""
-        try:
-            read_manifest(self._slots[number])
-        except DamagedFileError as exc:
-            return str(exc) if self._slots[number].path(NAME).read_bytes().endswith(b"}\n") else ""
-        except RestoreError:
-            pass
-        return ""
-
     def newest(self) -> tuple[Held | None, list[str]]:
         """Return the newest state of which every byte is as it was written, and what is damaged."""
-        found = {number: self._damage_of_manifest(number) for number in range(_SLOTS)}
-        damaged = {number: problem for number, problem in found.items() if problem}
-        for number, manifest in reversed(self._by_age()):
+        by_age = self._by_age()
+        damaged = {number: problem for number, _, problem in by_age if problem}
+        for number, manifest, _ in reversed(by_age):
             if manifest is None:
                 continue
             try:
@@ -253,7 +249,7 @@ class NodeSlots:
 
     def drop_newer(self, step: int) -> None:
         """Give up states newer than a step: the training was set back to it."""
-        for number, manifest in self._by_age():
+        for number, manifest, _ in self._by_age():
             if manifest is not None and manifest.step > step:
                 self._slots[number].clear()
 

@@ -413,7 +413,6 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
         # server, the default of Python 3.14, are children of the rank's parent, if that is the same server.
         rank = psutil.Process(process.pid)
         for child in (rank.parent() or rank).children(recursive=True):
-            before = len(_dump_of(process))
             # What a zombie had open is hidden from others than root, and it answers nothing.
             if child.pid == process.pid or child.status() == psutil.STATUS_ZOMBIE:
                 continue
@@ -421,8 +420,8 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
                 _catches_stacks_signal(process, child.pid) and _holds_stacks(process, child.pid)
             ):
                 continue
+            before, answer = len(_dump_of(process)), ""
             os.kill(child.pid, STACKS_SIGNAL)
-            answer = ""
             while not _OUTERMOST.search(answer) and not deadline.expired():
                 wait([], _POLL_S)
                 answer = _dump_of(process)[before:]
