@@ -616,7 +616,9 @@ class NodeLaunch:
 
     def _read_plan(self, rendezvous: NodeRendezvous) -> RoundPlan:
         # Node 0 gives up first and reports why: it knows which nodes are missing.
-        deadline = Deadline.after(self._plan.config.timeouts.start + limits.READ)
+        # It may also wait for what new nodes see.
+        longest = max(self._plan.config.timeouts.start, 3 * limits.FILE_APPEARS)
+        deadline = Deadline.after(longest + limits.READ)
         membership = rendezvous.membership
         checking: BoundedCall[FoldersSeen] | None = None
         unreached = ""
