@@ -23,6 +23,7 @@ from torch.utils.data import Dataset, get_worker_info
 from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json, gather_rows
+from ddpsafe.data._loader.equal_readers import bytes_of, parts_of
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._loader.reading import PATH_ATTRIBUTES, describe_index
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
@@ -273,15 +274,12 @@ def _text_of(value: Any, content: Callable[[Any], str]) -> str:
 
 def _content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        if value.is_nested:
-            return stable_text(value.unbind())
-        shape = tuple(value.shape)
-        if value.layout is not torch.strided:
-            sparse = value.to_sparse().coalesce()
-            return f"{shape}{stable_text((sparse.indices(), sparse.values()))}"
-        value = value.dequantize() if value.is_quantized else value
-        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return f"{shape}{value.dtype}{_digest(flat.view(torch.uint8).numpy().tobytes())}"
+        with contextlib.suppress(RuntimeError):  # as a meta tensor, which has no content
+            parts = parts_of(value)
+            if parts is not None:
+                return stable_text(parts)
+            return f"{tuple(value.shape)}{value.dtype}{_digest(bytes_of(value))}"
+        return f"{value.layout}{value.dtype}{_digest(repr(value).encode())}"
     if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
         return f"{value.shape}{stable_text(value.ravel().tolist())}"
     if isinstance(value, np.ndarray | np.generic):
@@ -304,7 +302,7 @@ def _coarse_content(value: Any) -> str:
     return f"{tuple(value.shape)}{value.dtype}"
 
 
-def _digest(raw: bytes) -> str:
+def _digest(raw: bytes | memoryview) -> str:
     return hashlib.blake2b(raw, digest_size=_ITEM_DIGEST_BYTES).hexdigest()
 
 

@@ -24,6 +24,7 @@ from ddpsafe.data._consistency import (
     has_equal_input,
     stable_text,
 )
+from ddpsafe.data._loader.equal_readers import checksum
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 
@@ -176,11 +177,23 @@ def objects(step: int) -> np.ndarray[Any, Any]:
         lambda step: torch.nested.nested_tensor([torch.ones(2000) * step, torch.ones(3)]),
         lambda step: torch.quantize_per_tensor(torch.ones(3) * step, 0.1, 0, torch.qint8),
         lambda step: torch.full((2,), complex(0, step)).conj(),
+        lambda step: torch.full((5000,), 1 + step * 1e-6).to_mkldnn(),
+        lambda step: torch.empty(step, device="meta"),
     ],
-    ids=["array of objects", "sparse", "sparse by rows", "nested", "quantized", "conjugated"],
+    ids=[
+        "array of objects",
+        "sparse",
+        "sparse by rows",
+        "nested",
+        "quantized",
+        "conjugated",
+        "mkldnn",
+        "meta",
+    ],
 )
 def test_equal_items_have_equal_texts_and_others_have_not(make: Callable[[int], object]) -> None:
     """Also those whose bytes cannot be compared."""
     assert stable_text(make(1)) == stable_text(make(1)) != stable_text(make(2))
+    assert checksum(make(1), 0) == checksum(make(1), 0) != checksum(make(2), 0)
     coarse = _text_of(make(1), _coarse_content)
     assert coarse == _text_of(make(1), _coarse_content)

@@ -207,14 +207,34 @@ def _find_store() -> Keys | None:
     return None
 
 
+def parts_of(tensor: torch.Tensor) -> list[Any] | None:
+    """Return what a nested or sparse tensor consists of; ``None`` for one that `bytes_of` takes."""
+    if tensor.is_nested:
+        return [*tensor.unbind()]
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    if tensor.layout is torch.strided:
+        return None
+    sparse = tensor.detach().to_sparse().coalesce()
+    return [tuple(tensor.shape), sparse.indices(), sparse.values()]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the values of a dense tensor as bytes, on the CPU."""
+    tensor = tensor.detach().dequantize() if tensor.is_quantized else tensor.detach()
+    flat = tensor.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
 def checksum(value: Any, start: int) -> int:
     """Return a checksum of nested tensors, arrays and plain values, continued from `start`."""
     if isinstance(value, torch.Tensor):
         head = f"{value.dtype}{value.layout}".encode()
-        # Sparse, nested, quantized and meta tensors cannot be viewed as bytes.
-        with contextlib.suppress(RuntimeError):
-            rows = value.detach().cpu().contiguous().reshape(-1)
-            raw = rows.view(torch.uint8).numpy().data if rows.numel() else b""
+        with contextlib.suppress(RuntimeError):  # a meta tensor has no content
+            parts = parts_of(value)
+            if parts is not None:
+                return checksum(parts, zlib.crc32(head, start))
+            raw = bytes_of(value)
             return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
         return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
     if isinstance(value, np.ndarray):  # its repr() leaves out the middle of long arrays
