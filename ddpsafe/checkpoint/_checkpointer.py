@@ -382,6 +382,9 @@ class Checkpointer:
         environment.note_saving()
         exchange = ranks.begin("save()")
         try:
+            step = self._require_next(step)
+            if self._schedule is not None:
+                self._schedule.begin(step)
             snapshot = (
                 state
                 if isinstance(state, Snapshot)
@@ -393,7 +396,6 @@ class Checkpointer:
                     is_compared=ranks.world_size > 1,
                 )
             )
-            step = self._require_next(step)
             numbers = _require_numbers(metrics, ranked_by=self._metric)
             plain = _require_plain(metadata)
             if asynchronous:

@@ -80,9 +80,13 @@ class Schedule:
         return time.monotonic() - self._saved_s
 
     def begin(self, step: int) -> Costs | None:
-        """Begin a save, and return what was measured before it; ``None`` if that was nothing."""
+        """Begin a save, and return what was measured before it; ``None`` if that was nothing.
+
+        The next one is due an interval later, whether this one succeeds or is still being written.
+        """
         now_s = time.monotonic()
         before, self._saving = self._saving, (step, now_s)
+        self._next_step = step + _FIRST_STEPS
         if before is None:
             self._saved_s = now_s
             self._first_s = now_s
@@ -116,6 +120,8 @@ class Schedule:
             return step >= self._next_step
         if isinstance(self._every, int):
             before = newest if newest is not None else self._last_step
+            if self._saving is not None and (newest is None or self._saving[0] > newest):
+                before = self._saving[0]
             self._last_step = step
             # No step to count from: due at a multiple only.
             if before is None or before >= step:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import warnings
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -247,6 +248,30 @@ def test_save_is_due_at_a_step_interval(tmp_path: Path) -> None:
                 if begin == 0 and step > 12:
                     break
     assert saved == [10, 20, 32, 41, 50]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
+@pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
+def test_each_interval_has_one_save(tmp_path: Path, *, asynchronous: bool, fails: bool) -> None:
+    """Also while it is written in the background, and if it fails: a disk stays full for longer than a step."""
+    saved = []
+    with Checkpointer(tmp_path / "c", every=10, on_failure="warn") as checkpointer:
+        checkpointer.save({"x": 0}, 0)
+        if fails:
+            shutil.rmtree(tmp_path / "c")
+            (tmp_path / "c").write_text("")
+        for step in range(1, 35):
+            if checkpointer.is_due(step):
+                saved.append(step)
+                with contextlib.ExitStack() as stack:
+                    if fails:
+                        stack.enter_context(
+                            pytest.warns(errors.CheckpointWarning, match=f"step {step}")
+                        )
+                    checkpointer.save({"x": step}, step, asynchronous=asynchronous)
+                    if fails:
+                        checkpointer.wait()
+    assert saved == [10, 20, 30]
 
 
 def test_save_is_due_at_a_time_interval(tmp_path: Path) -> None:
