@@ -4,7 +4,7 @@ A promise in seconds holds on a machine as fast as the one where it was measured
 wants one. Elsewhere its limit is stretched: by how much slower this machine computes, measured once
 for each run, and by how many processes shared each core while the promise was being kept, sampled all
 the time. What a mean hides, such as a crowd in the one moment that counted, is added as a time: how long
-the kernel saw somebody wait for a core or a disk, or the host ran another machine. Limits that only end
+the kernel saw a process wait for a core or a disk, or the host ran another machine. Limits that only end
 a test that hangs are stretched by the speed alone.
 """
 
@@ -72,7 +72,7 @@ def crowding(since_s: float) -> float:
 
 
 def stalled(since_s: float) -> float:
-    """Return for how many seconds since then somebody waited for a core or a disk of this machine."""
+    """Return for how many seconds since then a process waited for a core or a disk of this machine."""
     return _stalled_s() - min([_stalled_s(), *(stalled_s for _, _, stalled_s in _samples(since_s))])
 
 
@@ -107,7 +107,7 @@ def stretch(since_s: float | None = None) -> float:
 def require_in_time(took_s: float, within_s: float, what: object = "") -> None:
     """Fail if something took longer than promised, stretched for this machine."""
     since_s = time.monotonic() - took_s
-    # On a machine that is never idle somebody always waits: no more than the promise, or nothing fails.
+    # On a machine that is never idle a process always waits: no more than the promise, or nothing fails.
     limit_s = within_s * stretch(since_s) + min(within_s, stalled(since_s))
     assert took_s < limit_s, (
         f"took {took_s:.1f} s, promised are {within_s} s ({limit_s:.1f} s on this machine): {what}"
@@ -156,7 +156,7 @@ def _cores() -> int:
 
 
 def _stalled_s() -> float:
-    """Return for how long somebody has waited for a core or a disk since the machine started.
+    """Return for how long a process has waited for a core or a disk since the machine started.
 
     A task that waits for a core or a disk does so within the ``some`` of ``/proc/pressure``, and within
     ``steal`` while the host runs another machine. Kernels without pressure information give 0 for it.
