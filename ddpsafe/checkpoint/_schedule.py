@@ -86,13 +86,13 @@ class Schedule:
         """
         now_s = time.monotonic()
         before, self._saving = self._saving, (step, now_s)
+        before_s, self._saved_s = self._saved_s, now_s
         self._next_step = step + _FIRST_STEPS
         if before is None:
-            self._saved_s = now_s
             self._first_s = now_s
             return None
-        step_s = (now_s - self._saved_s) / max(1, step - before[0])
-        return Costs(self._saved_s - before[1], self._spent_s, now_s - self._first_s, step_s)
+        step_s = (now_s - before_s) / max(1, step - before[0])
+        return Costs(before_s - before[1], self._spent_s, now_s - self._first_s, step_s)
 
     def note_saved(self, costs: Costs | None = None) -> None:
         """Measure from now; with ``"auto"``, choose when the next save is due, the same on all ranks.

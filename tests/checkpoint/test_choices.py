@@ -7,13 +7,14 @@ import math
 import shutil
 import warnings
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from ddpsafe._errors import ConfigError
-from ddpsafe.checkpoint import Checkpointer, Keep, _format, errors
+from ddpsafe.checkpoint import Checkpointer, Keep, _format, _schedule, errors
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -250,28 +251,37 @@ def test_save_is_due_at_a_step_interval(tmp_path: Path) -> None:
     assert saved == [10, 20, 32, 41, 50]
 
 
+@pytest.mark.parametrize("every", [10, timedelta(seconds=10)], ids=["steps", "time"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])
-def test_each_interval_has_one_save(tmp_path: Path, *, asynchronous: bool, fails: bool) -> None:
+def test_each_interval_has_one_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | timedelta,
+    *,
+    asynchronous: bool,
+    fails: bool,
+) -> None:
     """Also while it is written in the background, and if it fails: a disk stays full for longer than a step."""
+    now_s = 100.0
+    monkeypatch.setattr(_schedule, "time", SimpleNamespace(monotonic=lambda: now_s))
     saved = []
-    with Checkpointer(tmp_path / "c", every=10, on_failure="warn") as checkpointer:
+    with Checkpointer(tmp_path / "c", every=every, on_failure="warn") as checkpointer:
         checkpointer.save({"x": 0}, 0)
         if fails:
             shutil.rmtree(tmp_path / "c")
             (tmp_path / "c").write_text("")
-        for step in range(1, 35):
+        for step in range(6, 50, 6):
+            now_s += 6
             if checkpointer.is_due(step):
                 saved.append(step)
                 with contextlib.ExitStack() as stack:
                     if fails:
-                        stack.enter_context(
-                            pytest.warns(errors.CheckpointWarning, match=f"step {step}")
-                        )
+                        stack.enter_context(pytest.warns(errors.CheckpointWarning, match=str(step)))
                     checkpointer.save({"x": step}, step, asynchronous=asynchronous)
                     if fails:
                         checkpointer.wait()
-    assert saved == [10, 20, 30]
+    assert saved == ([12, 24, 30, 42] if every == 10 else [12, 24, 36, 48])
 
 
 def test_save_is_due_at_a_time_interval(tmp_path: Path) -> None:
