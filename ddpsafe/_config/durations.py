@@ -45,10 +45,6 @@ _HOW: Final = 'seconds as a number (30), or a string such as "30s", "5min", "1h"
 def parse_duration(value: object, *, shortest: timedelta = SHORTEST) -> object:
     """Read a duration as people write it.
 
-    Args:
-        value: A timedelta, a number of seconds, or a string with a unit.
-        shortest: The shortest duration that makes sense.
-
     Returns:
         The timedelta; strings in other forms (ISO 8601, HH:MM:SS) are returned for pydantic to parse.
 
@@ -112,11 +108,7 @@ Wait = Annotated[timedelta, BeforeValidator(_parse_wait), AfterValidator(_parse_
 
 
 def require_wait(value: object, *, name: str) -> timedelta:
-    """Read a wait that was passed to a call, in any form that the configuration accepts.
-
-    Args:
-        value: The argument.
-        name: The argument as its caller knows it, e.g. ``barrier(timeout=…)``.
+    """Read a wait that was passed to a call as `name`, e.g. ``barrier(timeout=…)``.
 
     Raises:
         ConfigError: It is not a duration, or out of range.

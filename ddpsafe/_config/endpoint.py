@@ -38,7 +38,6 @@ class Endpoint:
     port: int
 
     def __str__(self) -> str:
-        """Spell it, an IPv6 address in brackets."""
         return show_endpoint(self.host, self.port)
 
     @property
@@ -59,11 +58,7 @@ def find_address(host: str) -> IPAddress | None:
 def parse_endpoint(text: str) -> Endpoint:
     """Read ``host:port`` or ``[IPv6 address]:port``; as in torch, the brackets may be left out.
 
-    Args:
-        text: The endpoint as the user wrote it.
-
-    Returns:
-        Host and port, both validated. Nothing is resolved: the network is not touched.
+    Nothing is resolved: the network is not touched.
 
     Raises:
         ValidationError: With every problem found.

@@ -58,15 +58,7 @@ def find_shape_problem(variable: str, value: str) -> Problem | None:
 def check_interfaces(
     env: Mapping[str, str], *, existing: Iterable[str] | None = None
 ) -> Iterator[ConfigProblem]:
-    """Check the interface variables of a rank's environment against this machine.
-
-    Args:
-        env: The environment that the ranks will have, including inherited variables.
-        existing: Names of the interfaces; by default those of this machine.
-
-    Yields:
-        Each problem, with the variable as its field.
-    """
+    """Yield the problems of the interface variables that the ranks will have, inherited ones included."""
     names = list(list_names() if existing is None else existing)
     for variable in (GLOO, NCCL):
         value = env.get(variable)

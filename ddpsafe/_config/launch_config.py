@@ -204,7 +204,6 @@ class LaunchConfig(BaseSettings):
     )
 
     def __init__(self, /, **fields: Unpack[LaunchFields]) -> None:
-        """Read all sources and validate every field."""
         # `from_toml` has already read the file that was named.
         file = _file.get() or read_config_file()
         given = _parts_as_tables(dict(fields))
@@ -336,13 +335,7 @@ describe_fields(LaunchConfig)
 
 
 def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, write: str) -> None:
-    """Refuse fields of a `LaunchConfig` that have no meaning for the call they were passed to.
-
-    Args:
-        fields: The fields passed. The config itself refuses names that are not fields.
-        allowed: The typed dict of the fields that the call accepts.
-        why: Why the others have no meaning.
-        write: What to write instead.
+    """Refuse fields of a `LaunchConfig` that have no meaning for the call, which accepts `allowed`.
 
     Raises:
         ConfigError: There are such fields.
@@ -384,14 +377,7 @@ def _build(
     given: dict[str, Any],
     file: ConfigFile | None = None,
 ) -> None:
-    """Call `init` with the fields; turn the errors of pydantic into one `ConfigError`.
-
-    Args:
-        config: The config being built.
-        init: The `__init__` of pydantic, which either reads the sources of the settings or not.
-        given: The arguments of the call.
-        file: The file that `init` reads as a source, if any.
-    """
+    """Call `init`, the `__init__` of pydantic, with the fields; turn its errors into one `ConfigError`."""
 
     def source(location: Sequence[int | str]) -> str:
         """Return the variable or file that set the value at `location`; empty for an argument."""

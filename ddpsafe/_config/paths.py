@@ -203,10 +203,6 @@ def require_data_paths(
 ) -> None:
     """Wait until all data paths are ready, for each up to its own `wait`.
 
-    Args:
-        data_paths: The paths by name.
-        deadline: Ends every wait; none by default.
-
     Raises:
         PreflightError: Some are not ready; it lists all of them, and its kind is "mount".
     """

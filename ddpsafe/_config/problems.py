@@ -175,7 +175,6 @@ class Part(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        """Add the descriptions of the fields to the docstring."""
         super().__pydantic_init_subclass__(**kwargs)
         describe_fields(cls)
 
@@ -199,11 +198,7 @@ def wrong(why: str, *, write: str, is_guess: bool = False) -> PydanticCustomErro
 
 
 def require_none(problems: Iterable[Problem], *, given: object) -> None:
-    """Raise all problems of one value at once, if there are any.
-
-    Args:
-        problems: The problems.
-        given: The validated value, shown for problems without a value of their own.
+    """Raise all problems of one value at once, if there are any; `given` is what the user gave.
 
     Raises:
         ValidationError: There are problems; pydantic merges them into its own report.
@@ -277,10 +272,7 @@ def problems_of(
 ) -> list[ConfigProblem]:
     """Turn a pydantic error into problems, in the terms of `model`.
 
-    Args:
-        error: The error of pydantic.
-        model: The model that was built; its field names and examples go into the problems.
-        source: Returns where the value at a location came from; empty for an argument.
+    `source` returns where the value at a location came from; empty for an argument.
     """
     problems = []
     for detail in error.errors(include_url=False):

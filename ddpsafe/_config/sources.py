@@ -50,8 +50,6 @@ class ConfigFile:
     """A configuration file that was read.
 
     Attributes:
-        path: Its path.
-        table: Its fields, as read from TOML.
         is_implicit: Whether it was found in the current directory, not named.
     """
 

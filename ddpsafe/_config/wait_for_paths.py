@@ -83,16 +83,7 @@ class PathWatch:
 
 
 def find_not_ready(wanted: Wanted, *, name: str, deadline: Deadline) -> list[Explanation]:
-    """Wait until a path is ready; a long wait is logged now and then.
-
-    Args:
-        wanted: The path and its conditions.
-        name: Name of the path in messages.
-        deadline: When to give up; an expired one means a single check.
-
-    Returns:
-        What is still not ready; empty if the path is ready.
-    """
+    """Wait until a path is ready, with a last check after the deadline; return what is not."""
     watch = PathWatch(wanted)
     progress = _WaitReport(name, wanted.path, deadline)
     retrying = tenacity.Retrying(

@@ -56,12 +56,6 @@ def run_attempt(
 ) -> dict[int, object]:
     """Run all ranks once, those of other nodes included.
 
-    Args:
-        number: The attempt, counted from 1.
-        parts: What to start, and how.
-        inbox: Signals to this launcher.
-        peers: The ranks of other nodes, for node 0 of several.
-
     Returns:
         What each rank of this node returned, by rank.
 
@@ -243,13 +237,7 @@ def values_or_raise(
 ) -> dict[int, object]:
     """Return what the ranks of this node returned, or raise the attempt's error.
 
-    Args:
-        ended: What is known about the attempt, on all its nodes.
-        processes: The ranks of this node.
-        request: The request to stop, if there was one.
-        received: The signal that this launcher, or another node's, received.
-        directory: Where the report of a failure goes.
-        peers: The ranks of other nodes.
+    `received` is the signal that this launcher, or another node's, received.
 
     Raises:
         LaunchError: A rank failed, or a deadline passed.
@@ -327,12 +315,7 @@ def preempted_error(
 ) -> PreemptedError:
     """Return the error that names the ranks that stopped or did not, and how to continue the job.
 
-    Args:
-        ended: What is known about the attempt.
-        request: The request to stop.
-        values: What ranks returned, by rank.
-        keeps_logs: Whether the run directory is kept.
-        failure: What the signal itself has ended, so that the ranks did not save.
+    `failure` is what the signal itself has ended, so that the ranks did not save.
     """
     late = sorted(set(ended.outcomes) - set(values))
     ranks = f"{ranks_text(late or ended.outcomes)} (world_size {ended.world_size})"

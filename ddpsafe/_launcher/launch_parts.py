@@ -24,17 +24,13 @@ class LaunchParts:
 
     Attributes:
         plan: What to start here. With several nodes, its ranks are numbered again in each round.
-        calls: What the ranks run, pickled; a retry may change it.
-        run_rank: The function that each rank's process runs.
         examine_nodes: Examines the connections between the nodes, see `_preflight`.
-        directory: Where logs and reports go.
         on_start: Called with the ranks of this node and the inbox that interrupts them, once all have
             started.
         cancelled: Set when the launcher has received a signal: no further attempt is wanted.
         grace_period: Returns how many seconds the other ranks may keep running after one has failed;
             called when that happens. ``None`` means ``timeouts.grace``.
         learned: How long the attempts so far went without a step; each attempt adds to it.
-        memory: Where a `Checkpointer` keeps states from one attempt to the next.
     """
 
     plan: LaunchPlan

@@ -17,16 +17,11 @@ class NodeMemory:
     """
 
     def __init__(self) -> None:
-        """Make no file yet."""
         self._fds: list[int] = []
         self.close = weakref.finalize(self, _close, self._fds)
 
     def files(self, nproc: int) -> tuple[int, ...]:
-        """Return the descriptors in this process, slot by slot; none where the system has no such files.
-
-        Args:
-            nproc: How many ranks this node has, in every attempt.
-        """
+        """Return the descriptors in this process, slot by slot; none where the system has no such files."""
         if not self._fds and hasattr(os, "memfd_create"):
             try:
                 # Twice: manifest, state, the ranks' own parts, and for each rank one for its shards.

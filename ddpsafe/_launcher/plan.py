@@ -237,7 +237,6 @@ class NodesPlace:
     """The store and addresses for the ranks of several nodes in one round.
 
     Attributes:
-        store: The store.
         master_port: A port that node 0's launcher reserves for code that opens MASTER_PORT itself.
         interfaces: Variables that keep the ranks' libraries on one interface of this node, if any.
     """
@@ -252,16 +251,11 @@ class LaunchPlan:
     """One launch on one node, with every "auto" decided.
 
     Attributes:
-        config: The user's configuration.
-        style: How the user's function is called.
         worlds: The ranks of this node to start, by local rank.
         backend: The backend, as torch spells it.
         devices: Each rank's device, by local rank.
         child_start_method: See `RankSpec`.
         num_threads: Intra-op threads of each rank; ``None`` keeps the user's choice.
-        console: Whose output the console shows.
-        launch_id: Marks the processes of this launch.
-        timeouts: The deadlines that the ranks themselves enforce.
         daemon: Whether the ranks are daemonic processes, as in ``mp.spawn(daemon=…)``.
         place: The store and addresses, if the ranks are on several nodes.
     """
@@ -287,11 +281,6 @@ class LaunchPlan:
 
 def make_plan(config: LaunchConfig, *, style: CallStyle, daemon: bool = False) -> LaunchPlan:
     """Decide every "auto" and refuse what this machine cannot do.
-
-    Args:
-        config: The user's configuration.
-        style: How the user's function is called.
-        daemon: See `LaunchPlan`.
 
     Raises:
         ConfigError: torch does not know the backend, or the GPUs do not exist.

@@ -44,7 +44,6 @@ class RunDirectory:
     """The run directory of a launch.
 
     Attributes:
-        path: The directory.
         is_ours: Whether ddpsafe made it in the system's temporary directory.
         owner_uid: The owner of new files in it: this user, unless the file system gives all files
             another owner.
@@ -54,7 +53,6 @@ class RunDirectory:
     def __init__(
         self, path: Path, *, is_ours: bool, owner_uid: int, logs_below: Path | None = None
     ) -> None:
-        """Keep the path, and the parent of the attempts' folders if that is another one."""
         self.path = path
         self._logs_below = logs_below or path
         self.is_ours = is_ours
@@ -127,13 +125,7 @@ class RunDirectory:
                         file.write(outcome.raised.traceback)
 
     def report(self, number: int, error: LaunchError, *, is_kept: bool = True) -> None:
-        """Write the report of a failed attempt next to its logs, unless the disk fails.
-
-        Args:
-            number: The attempt.
-            error: Its failure.
-            is_kept: Whether the directory is to be kept because of it.
-        """
+        """Write the report of a failed attempt next to its logs, unless the disk fails."""
         self.holds_failure |= is_kept
         folder = self._logs_below / f"attempt-{number}"
         if not folder.exists():
@@ -206,19 +198,12 @@ def open_run_directory(run_dir: Path | None, *, node: str = "") -> Iterator[RunD
 
 
 def remove_old_directories(parent: Path, *, now_s: float | None = None) -> list[Path]:
-    """Remove what failed launches of this user left in the temporary directory.
+    """Remove what failed launches of this user left in the temporary directory; return what was removed.
 
     Kept are, with the one of a launch that fails next, the newest 50 that have changed within a week, as
     long as they take no more than 1 GiB together. The newest one is kept whatever its size. Only a few are
     removed at each launch, and only directories that have a name that `tempfile` makes for ddpsafe and are
     not locked by a launch.
-
-    Args:
-        parent: The temporary directory.
-        now_s: The time, for tests.
-
-    Returns:
-        What was removed.
     """
     too_old_s = (time.time() if now_s is None else now_s) - _KEPT_S
     removed: list[Path] = []

@@ -19,28 +19,14 @@ _cancels: Final[set[Callable[[], object]]] = set()
 
 
 def presentable(error: DDPSafeError) -> DDPSafeError:
-    """Prepare an error for the user: the last thing before it leaves the library.
-
-    Args:
-        error: The error that is about to be raised.
-
-    Returns:
-        The same error.
-    """
+    """Prepare an error for the user, the last thing before it leaves the library, and return it."""
     if error.exit_code != 1 or error.shown_as_json:
         _hook().sets_exit_code = True
     return without_frames(error)
 
 
 def without_frames(error: DDPSafeError) -> DDPSafeError:
-    """Remove the frames of an error, and of its causes where none of them can be the user's.
-
-    Args:
-        error: The error that is about to be shown.
-
-    Returns:
-        The same error.
-    """
+    """Return an error without its frames, and those of its causes that cannot be the user's."""
     # The frames of ddpsafe and tenacity add nothing, and push the message off the screen: for a
     # host that does not resolve, they were 44 lines before its three.
     for cause in causes_of(error)[1:]:

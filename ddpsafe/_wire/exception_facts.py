@@ -95,7 +95,6 @@ class PointToPoint(NamedTuple):
     last collective.
 
     Attributes:
-        call: The function, e.g. ``recv``.
         peer: The other rank; ``None`` if it is unknown or may be any rank.
     """
 
@@ -108,7 +107,6 @@ class PointToPoint(NamedTuple):
         return self.peer if _PREPOSITIONS[self.call] == "from" else None
 
     def __str__(self) -> str:
-        """Return the call and its peer for a message."""
         peer = "" if self.peer is None else f" {_PREPOSITIONS[self.call]} rank {self.peer}"
         return f"{self.call}{peer}"
 
@@ -123,11 +121,7 @@ def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
 
 
 def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
-    """Return the send or receive of torch that a thread is in.
-
-    Args:
-        frame: Its innermost frame.
-    """
+    """Return the send or receive of torch that a thread is in, given its innermost frame."""
     call = None
     while frame is not None and call is None:
         call = _read_point_to_point(frame)
@@ -143,11 +137,7 @@ def _read_point_to_point(frame: FrameType) -> PointToPoint | None:
 
 
 def read_peer(frame: FrameType) -> int | None:
-    """Return the rank that a function of torch sends to or receives from, in the group of all ranks.
-
-    Args:
-        frame: The frame of a send, a receive, or a collective with a source or destination.
-    """
+    """Return the rank that a function of torch sends to or receives from, in the group of all ranks."""
     names = frame.f_locals
     peer, group = names.get("dst", names.get("src")), names.get("group")
     if peer is None:
@@ -272,12 +262,9 @@ def is_library(filename: str) -> bool:
 
 
 def find_own_files(files: Iterable[str]) -> frozenset[str]:
-    """Return which files of a stack are the user's.
+    """Return which files of a stack, the outermost first, are the user's.
 
     If all are in installed packages, the package that was called first is taken for the user's project.
-
-    Args:
-        files: The file of each call, the outermost first.
     """
     paths = list(files)
     # The user's project may be installed beside the libraries, with pip for example.
@@ -415,12 +402,7 @@ def _count_waits(exc: BaseException) -> int:
 
 
 def find_on_its_way(exc: BaseException, running: Collection[FrameType]) -> BaseException | None:
-    """Return the exception that is about to leave the program, of all that a thread handles.
-
-    Args:
-        exc: The innermost exception that the thread handles.
-        running: The frames that the thread is in.
-    """
+    """Return the exception that is about to leave the program, of all that a thread handles."""
     passed: Counter[FrameType] = Counter()
     # Not always the innermost one: a cleanup in a `finally` may handle another one meanwhile, such
     # as an upload that it retries, and a generator is left by a `GeneratorExit`.

@@ -153,7 +153,6 @@ class WatchdogPlace:
     """Where a rank is in one process group, according to NCCL's watchdog.
 
     Attributes:
-        group: ``default_pg``, or the group's name.
         number: The first collective that has not ended.
         queued: The last one that is queued.
         completed: The last one that has ended; 0 for none.
@@ -308,7 +307,6 @@ class Fingerprint(NamedTuple):
 
     Attributes:
         number: Its number in its group, from 1.
-        operation: The function of torch.
         shape: The shape of its tensor; ``None`` without one.
     """
 

@@ -40,12 +40,10 @@ class LogOverflow:
     """Replaces the log behind a file descriptor once a write to it has failed.
 
     Args:
-        logs: The rank's logs.
         tell: Sends a message to the launcher; a fork of the rank sends none.
     """
 
     def __init__(self, logs: LogFiles, tell: Callable[[LogFull], None]) -> None:
-        """Replace nothing yet."""
         self._logs = logs
         self._tell = tell
         self._pid = os.getpid()
@@ -95,7 +93,6 @@ class LogStream(io.FileIO):
     """File descriptor 1 or 2, as the lowest layer of ``sys.stdout`` or ``sys.stderr``."""
 
     def __init__(self, fd: int, overflow: LogOverflow) -> None:
-        """Write to the descriptor, which stays open."""
         super().__init__(fd, "w", closefd=False)
         self._overflow = overflow
 
@@ -131,16 +128,11 @@ def _append(fd: int) -> None:
 class OverflowReader:
     """Reads what a rank writes to memory in place of its log, and frees that memory.
 
-    Args:
-        pid: The rank's process.
-        fd: Its descriptor of the memory.
-
     Raises:
         OSError: The process has ended.
     """
 
     def __init__(self, pid: int, fd: int) -> None:
-        """Open the memory, which then outlives the rank."""
         self._file = io.FileIO(f"/proc/{pid}/fd/{fd}", "r+")
         self._offset = 0
 

@@ -51,7 +51,6 @@ class LivingThreads:
     children: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return what the rank waits for, to follow "waits for"."""
         if self.places:
             return ", ".join(self.places)
         if self.queue:
@@ -74,11 +73,7 @@ class Finishing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFolder:
-    """The rank keeps checkpoints in a folder that the ranks of all nodes must be able to see.
-
-    Attributes:
-        path: The folder.
-    """
+    """The rank keeps checkpoints in a folder that the ranks of all nodes must be able to see."""
 
     path: str
 
@@ -88,7 +83,6 @@ class LogFull:
     """A log of the rank takes no more, and what the rank writes goes to memory from now on.
 
     Attributes:
-        name: ``stdout`` or ``stderr``.
         fd: The rank's descriptor of that memory; ``None`` if nothing shows it.
         reason: Why the log takes no more, such as "No space left on device".
     """
@@ -165,7 +159,6 @@ class Collective:
         entered_ns: When it was entered, on the wall clock; torch records no other.
         numel: Number of elements of its inputs; 0 if unknown.
         timeout_s: Its timeout; 0 if unknown.
-        thread_id: The thread of the rank that entered it; 0 if unknown.
         root: The source or destination that the rank named, in the group of all ranks; ``None`` if unknown.
         caller: What has called it in torch or ddpsafe, such as `DDP_FORWARD`, if that is known.
         thread: The name and the line of the thread that entered it; empty for the main thread, or if unknown.
@@ -225,7 +218,6 @@ class Collective:
         return self.name == other.name and sizes_fit
 
     def __str__(self) -> str:
-        """Return its name, number, group and shapes for a message."""
         origin = ", ".join(filter(None, (self.caller and f"in {self.caller}", self.thread)))
         by = f" ({origin})" if origin else ""
         if self.is_own_wait:
@@ -250,7 +242,6 @@ class Position:
         collectives: The last few of each group, in the order in which they were entered.
         handling: The exception, in one line, that the main thread handles in an ``except`` block after
             which the program continues.
-        point_to_point: Which send or receive the main thread is in.
         arrivals: When it entered the last collectives of the group of all ranks.
         done: How often it has done what other ranks wait for in ddpsafe's store, by the `Collective.group` of
             such a wait; ``None`` if unknown.
@@ -333,7 +324,6 @@ class Frame(NamedTuple):
     function: str
 
     def __str__(self) -> str:
-        """Return the place as ``file:line in function``."""
         return f"{self.file}:{self.line} in {self.function}"
 
 
@@ -395,8 +385,6 @@ class Returned:
 
     Attributes:
         payload: The pickled value; ``None`` if it is large: see `Inheritance.shared`.
-        position: Where the rank was then.
-        stop_calls: How often it had called `stop_requested`.
         exited_at: The line of the ``sys.exit(0)`` that ended a script under ``ddpsafe run``.
         has_callers: Whether other threads of the rank were still running that call collectives, barriers and the
             like: it may enter further ones.
@@ -414,11 +402,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptExit:
-    """What a rank's function returns for a script that called ``sys.exit(0)``.
-
-    Attributes:
-        where: The line of that call.
-    """
+    """What a rank's function returns for a script that called ``sys.exit(0)``, at that line."""
 
     where: str
 
@@ -428,13 +412,10 @@ class Raised:
     """An exception left the user's function, or is about to; sent before any teardown.
 
     Attributes:
-        type_name: Qualified name of the exception's type.
         message: ``str()`` of the exception, shortened.
         traceback: The formatted traceback with its chain, shortened.
         payload: The pickled exception, or ``None`` if it cannot be pickled.
-        phase: The phase that the rank was in.
         where: File, line and function of the innermost frame in the user's code.
-        position: Where the rank was in the sequence of collectives.
         at_ns: When, on the host's monotonic clock, which its ranks share.
         wall_ns: The same moment on the wall clock, as `Collective.entered_ns`; 0 if unknown.
         exit_code: The exit code, if the exception was a request to exit.
@@ -442,12 +423,9 @@ class Raised:
             the rank was asked where it is.
         is_caught: Whether it was then in an ``except`` block after which the program continues.
         held: What the rank's memory contained, if it ran out of memory.
-        origin: Where the exception comes from, as far as this rank knows.
         explanation: What it says, as data, if it is an error of ddpsafe.
         kind: The kind of failure, if the exception's class shows it.
         setting: The field of `Timeouts` that ran out, if it is a `LaunchTimeoutError`.
-        wraps_peer_error: Whether it was raised while a peer error was handled.
-        point_to_point: Which send or receive it came from.
         hidden_by: The peer error, in one line, that was raised on top of it and left the function.
         handled: The exception, in one line, that was being handled when the rank asked to exit.
         dead_worker: Which worker of torch's DataLoader it comes from, and how that worker ended.
@@ -618,7 +596,6 @@ class BeforeFirstEnd:
     Attributes:
         stack: The user's innermost line that it was seen at.
         waited_s: For how long it had been seen there when the other rank gave up, in seconds.
-        position: Where it was in the sequence of collectives.
         then: What it did after that, for a message.
     """
 
@@ -629,12 +606,7 @@ class BeforeFirstEnd:
 
 
 class Unanswered(NamedTuple):
-    """A connection of a rank to which the other host has not replied for a while.
-
-    Attributes:
-        own: The rank's own address.
-        peer: The other one.
-    """
+    """A connection of a rank to which the other host has not replied for a while."""
 
     own: str
     peer: str
@@ -645,10 +617,8 @@ class RankOutcome:
     """What became of one rank.
 
     Attributes:
-        rank: The rank.
         local_rank: Its index on its host.
         pid: Its process id; ``None`` if it never started.
-        hostname: Its host.
         status: How it ended.
         phase: The last phase that it entered.
         exit_code: Exit code as `multiprocessing` gives it (negative: a signal).
@@ -660,14 +630,12 @@ class RankOutcome:
             (SIGSTOP), unlike the `status` of that name.
         stack: The user's innermost line that its main thread was at before it was ended.
         in_collective: Whether that line waited in a collective; ``None`` if unknown.
-        progress: Its optimizer steps and checkpoints.
         point_to_point: Which send or receive it waited in, e.g. ``recv``.
         in_rpc: Whether `stack` is of a thread that executes a call from another rank (RPC).
         began_ns: When each phase began (monotonic), for its launcher's report.
         exited_at: The line of the ``sys.exit(0)`` that ended it, if one did.
         stdout: Its log of file descriptor 1.
         stderr: Its log of file descriptor 2.
-        node_rank: Its node.
         said: The end of its stderr, if that log is on another host; else ``None``.
         before: Where it was before, if it went on only when another rank had given up waiting; then
             `position` and `stack` are those from before, too.

@@ -139,7 +139,6 @@ class Pickled:
     """A pickle and the large memory that is not in it; `loads` reads its ``bytes()``.
 
     Attributes:
-        stream: The pickle.
         buffers: Memory of the objects themselves, which must not change until it is written.
         handles: Objects that must be inherited besides.
     """
@@ -170,11 +169,7 @@ class Pickled:
 
 
 def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
-    """Pickle what a rank is to run.
-
-    Args:
-        call: The function and its arguments.
-        shares_tensors: Whether the ranks share the memory of CPU tensors instead of copying it.
+    """Pickle what a rank is to run; with `shares_tensors`, ranks share the memory of CPU tensors.
 
     Raises:
         Exception: Whatever the objects raise; `find_unpicklable` then finds where.
@@ -197,12 +192,9 @@ def dumps_result(value: object) -> Pickled:
 
 
 def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
-    """Unpickle what this process's launcher or child has written.
+    """Unpickle what this process's launcher or child has written, with the objects that were inherited.
 
-    Args:
-        data: All of the bytes. Large arrays and tensors of a writable mapping are used in place and
-            keep it open.
-        handles: The objects that were inherited.
+    Large arrays and tensors of a writable mapping are used in place and keep it open.
     """
     view = memoryview(data)
     table, count = _SPAN.unpack(view[-_SPAN.size :])
@@ -293,15 +285,9 @@ def _defined_under_guard(script: str) -> frozenset[str]:
 def find_unpicklable(
     obj: object, path: str, *, dumps: Callable[[object], object] | None = None
 ) -> tuple[str, BaseException] | None:
-    """Find the innermost part of an object that cannot be pickled.
+    """Find the innermost part that cannot be pickled of an object at `path`, e.g. ``args[1]``.
 
-    Args:
-        obj: The object.
-        path: The path to it in the message, e.g. ``args[1]``.
-        dumps: The function that pickles it; `dumps_call` by default.
-
-    Returns:
-        The path to that part and what its pickling raised, or ``None`` if the object can be pickled.
+    Return its path and what its pickling raised, or ``None`` if the object can be pickled.
     """
     dumps = dumps or dumps_call
     exc = _failure(obj, dumps)

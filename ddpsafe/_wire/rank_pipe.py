@@ -30,8 +30,6 @@ class Progress:
     """The steps and checkpoints of a rank in one attempt.
 
     Attributes:
-        steps: Optimizer steps in this attempt.
-        saves: Checkpoints saved in this attempt.
         checkpoint: Step number of the last checkpoint restored or saved; ``None`` if there is none.
         steps_at_checkpoint: What `steps` was at that checkpoint.
         last_ns: When it made its last step (monotonic); 0 before the first.
@@ -76,7 +74,6 @@ class StepCounter:
     """The bytes that a new file must begin with."""
 
     def __init__(self, fd: int) -> None:
-        """Map the file."""
         self._memory = mmap.mmap(fd, len(self.EMPTY))
 
     def count(self) -> None:
@@ -168,7 +165,6 @@ class Claim:
     """
 
     def __init__(self, fd: int) -> None:
-        """Remember what the number refers to now."""
         self._fd = fd
         self._identity = _identity_of(fd)
 
@@ -186,14 +182,13 @@ def _identity_of(fd: int) -> tuple[int, int]:
 
 
 class InheritedFd:
-    """A file descriptor that a process being started inherits."""
+    """A file descriptor that a process being started inherits; its owner closes it."""
 
     def __init__(self, fd: int) -> None:
-        """Keep the descriptor; its owner closes it."""
         self.fd = fd
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pass a duplicate to the process being started; works only then."""
+        """Pass a duplicate; works only while a process is being started."""
         return (_adopt, (reduction.DupFd(self.fd),))
 
 
@@ -212,7 +207,6 @@ class Inheritance:
     Attributes:
         report: The pipe on which it sends messages to the launcher.
         lifeline: The pipe that ends with the launcher; it carries requests such as `ASK_POSITION`.
-        call: A file with the pickled call.
         shared: Memory that the launcher maps too: the rank's `StepCounter`, and from `RESULT_OFFSET` on
             its result, if that is large.
         handles: Objects that the pickled call refers to and that must be inherited.
@@ -233,7 +227,6 @@ class Sender:
     """
 
     def __init__(self, fd: int) -> None:
-        """Take over the descriptor."""
         self._fd = fd
         self._claim = Claim(fd)
         self._pid = os.getpid()
@@ -281,7 +274,6 @@ class Receiver:
     """The launcher's end of the pipe; `fileno` makes it usable in `multiprocessing.connection.wait`."""
 
     def __init__(self, fd: int) -> None:
-        """Take over the descriptor and make it non-blocking."""
         os.set_blocking(fd, False)
         self._fd = fd
         self._buffer = bytearray()

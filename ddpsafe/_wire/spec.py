@@ -67,8 +67,6 @@ class RankTimeouts:
 
     Attributes:
         start: For each step of joining: reaching the store, waiting for the others, making the group.
-        collective: Timeout of the process group.
-        barrier: How long a rank waits for the others at a named barrier.
         node_loss: How long the store of the launcher on another host may be out of reach.
         chosen: Names of the timeouts that the user has set. If a script makes its group itself, its own
             timeouts and torch's defaults take precedence over the others.
@@ -86,13 +84,8 @@ class LogFiles:
     """The files for one rank's output, its stack dumps and what NCCL_DEBUG shows.
 
     Attributes:
-        stdout: File for file descriptor 1.
-        stderr: File for file descriptor 2.
-        stacks: File for stack dumps.
-        nccl: File for what NCCL_DEBUG shows.
         owner_uid: The owner of their directory: the user of the launcher, unless the file system gives
             all files another owner.
-        is_shown: Whether the console shows the rank's output.
         drawn: The file descriptors, of 1 and 2, that it shows on a terminal, where the rank may redraw lines.
         tag_columns: How many columns of that terminal it uses for what stands in front of the rank's lines.
     """
@@ -160,8 +153,6 @@ class StorePlace:
     """The store at which the ranks of several nodes meet; node 0's launcher serves it.
 
     Attributes:
-        host: Its address.
-        port: Its port.
         key: The random prefix of this attempt's keys.
     """
 
@@ -187,17 +178,11 @@ class RankSpec:
         backend: Backend of the process group, e.g. ``gloo`` or ``cpu:gloo,cuda:nccl``.
         asked_backend: The configured backend: ``auto``, or a backend for scripts that name none.
         device: The rank's device, e.g. ``cuda:0``.
-        timeouts: See `RankTimeouts`.
-        style: How the user's function is called.
-        env: Environment variables to set.
         inherited_env: The caller's whole environment, if the start method does not pass it on.
-        cwd: The caller's working directory.
         seed: Base seed; ``None`` leaves the generators alone.
         child_start_method: The default start method for processes that the rank starts through
             `multiprocessing`; ``None`` for Python's default.
         num_threads: Intra-op threads of the rank; ``None`` leaves the choice to the user.
-        logs: See `LogFiles`.
-        run_dir: The run directory.
     """
 
     world: World

@@ -281,8 +281,6 @@ class Ending:
     """Why the watch ended.
 
     Attributes:
-        reason: See `EndReason`.
-        waited_s: How long the attempt had run, in seconds.
         proof: The deadlock, if that is the reason.
         progress: The limit for the time without progress when the watch ended.
         unfinished: What ranks that have returned still did when their time was over, by rank.
@@ -300,14 +298,8 @@ class EndedAttempt:
     """What is known about a failed attempt, with the phrases that its errors share.
 
     Attributes:
-        outcomes: What became of each rank, by rank.
-        ending: Why the launcher stopped watching the ranks.
         attempt: The attempt, counted from 1.
-        retry: Which failures are retried, and how often.
-        run_dir: Where the logs are.
         oom_kills: How many processes the kernel killed for memory during the attempt.
-        timeouts: The timeouts that the attempt had.
-        nnodes: Number of nodes.
         unknown_ranks: Number of ranks of other nodes that `outcomes` does not have.
         is_script: Whether the ranks ran a script under ``ddpsafe run``, and no function.
     """
@@ -747,12 +739,7 @@ def _mismatch_error(
 ) -> LaunchError:
     """Return the error of ranks that called one number of a group differently.
 
-    Args:
-        ended: The attempt.
-        root: The rank to name: one whose call is the rarest. If no call is more frequent, all are named.
-        calls: What each rank has called under that number.
-        details: What stands above the lines of the ranks.
-        setting: The field of `Timeouts` that limits the wait.
+    `root` is one whose call is the rarest; if no call is more frequent, all are named.
     """
     own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
@@ -1070,12 +1057,7 @@ def first_line(outcome: RankOutcome) -> str:
 
 
 def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None) -> list[str]:
-    """Return a line for each rank: where it was in the code and in the sequence of collectives.
-
-    Args:
-        ended: The attempt.
-        outcomes: The ranks; by default all.
-    """
+    """Return a line for each rank: where it was in the code and in the sequence of collectives."""
     lines = []
     for outcome in list(ended.outcomes.values() if outcomes is None else outcomes)[:_SHOWN_RANKS]:
         parts = [f"rank {outcome.rank}"]
@@ -1146,13 +1128,9 @@ def _first(root: RankOutcome, ended: EndedAttempt) -> list[RankOutcome]:
 
 
 def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list[str]:
-    """Return the last lines in which the first rank that has such lines talks of an error that it handled.
+    """Return the last lines of the first of some ranks that has written of an error that it handled.
 
     An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step.
-
-    Args:
-        outcomes: The ranks to look at, the one that is named first.
-        ended: What is known about all ranks.
     """
     lines_of = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
     alike = [{_NUMBER.sub("", line) for line in lines} for lines in lines_of.values()]
@@ -1199,7 +1177,6 @@ class RemoteTraceback(Exception):  # noqa: N818 - shown as text above the error 
     __module__ = "ddpsafe"
 
     def __str__(self) -> str:
-        """Return the text as Python shows a traceback."""
         return name_cells(f"\n{self.args[0]}")
 
 

@@ -341,10 +341,6 @@ def name_awaited_processes(process: RankProcess, frames: Sequence[Frame]) -> str
     """Return a suffix for the rank's line that names the processes of its own that it waits for.
 
     Those are workers of a DataLoader, and a program that has the rank's place in the job.
-
-    Args:
-        process: The rank.
-        frames: The stack of its main thread; the suffix is empty if it waits for no such process.
     """
     awaited: list[object] = []
     if any(frame.file.endswith(_DATALOADER) for frame in frames):
@@ -400,7 +396,6 @@ class LoaderWorker(NamedTuple):
     frames: tuple[Frame, ...]
 
     def __str__(self) -> str:
-        """Return its name, pid and the user's innermost line."""
         return f"{self.name} (pid {self.pid}) at {_line_of(self.frames)}"
 
 
@@ -470,11 +465,7 @@ def _dump_of(process: RankProcess) -> str:
 
 
 def read_stack(dump: str) -> StackReading:
-    """Read where the main thread is.
-
-    Args:
-        dump: What faulthandler wrote, the innermost frame of each thread first.
-    """
+    """Read where the main thread is from what faulthandler wrote, the innermost frames first."""
     return read_frames(_main_thread(dump))
 
 

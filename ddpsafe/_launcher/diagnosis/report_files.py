@@ -38,10 +38,6 @@ _RULE: Final = "=" * 78
 def write_report(error: LaunchError, folder: Path) -> None:
     """Write ``report.txt`` and ``report.json``, each whole or not at all.
 
-    Args:
-        error: The error of the attempt.
-        folder: The directory of the attempt.
-
     Raises:
         OSError: A file cannot be written.
     """

@@ -32,11 +32,9 @@ class Straggler:
     """A rank, or all ranks of a node, that the others waited for.
 
     Attributes:
-        ranks: The ranks.
         node_rank: The node, if `ranks` are all of its ranks; else ``None``.
         waited_s: How long all others waited for it.
         window_s: The time in which they waited that long.
-        collectives: How many collectives that time has.
     """
 
     ranks: tuple[int, ...]
@@ -51,7 +49,6 @@ class Straggler:
         return self.waited_s / self.window_s
 
     def __str__(self) -> str:
-        """Return a sentence for the log."""
         who = ranks_text(self.ranks)
         if self.node_rank is not None:
             who = f"node {self.node_rank} ({who})"
@@ -75,12 +72,7 @@ class Straggler:
 def find_stragglers(
     arrivals: Mapping[int, Sequence[Arrival]], nodes: Mapping[int, int]
 ) -> list[Straggler]:
-    """Return the ranks and nodes for which others wait at least `NOTABLE` of the time, the worst first.
-
-    Args:
-        arrivals: When each rank entered its last collectives.
-        nodes: The node of each rank.
-    """
+    """Return the ranks and nodes for which others wait at least `NOTABLE` of the time, the worst first."""
     times = {rank: dict(entries) for rank, entries in arrivals.items()}
     if len(times) < 2 or len(times) < len(nodes):  # noqa: PLR2004 - one waits for another
         return []

@@ -39,8 +39,6 @@ class RankView:
     """What is known about one rank.
 
     Attributes:
-        rank: The rank.
-        answer: Its answer; ``None`` if it has given none.
         is_asleep: Whether its main thread did not run between the two questions.
         has_left: Whether its function has returned, so that it enters no further collective.
         is_stopped: Whether its process is stopped (SIGSTOP).
@@ -111,10 +109,8 @@ class Deadlock:
     """The proof that ranks wait forever.
 
     Attributes:
-        reason: Why.
         ranks: The ranks that cause it: those whose collective differs, those in the cycle, or the
             one that has returned or is stopped.
-        waits: Which ranks wait for which.
         calls: Which collective each rank is in, if they differ under one number.
     """
 
@@ -147,9 +143,7 @@ def call_lines(
 ) -> list[str]:
     """Return a line for each collective that ranks have entered under one number, with the ranks.
 
-    Args:
-        calls: What each rank has entered.
-        verbs: What one rank and what several ranks did; by default whether they are in it or have left it.
+    `verbs` say what one rank and what several did; by default, whether they are in it or have left it.
     """
     texts: dict[tuple[str, bool], list[int]] = {}
     for rank, collective in calls:
@@ -186,11 +180,9 @@ def _last_numbers(answer: Whereabouts) -> dict[str, int]:
 
 
 def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
-    """Return the proof that ranks wait forever, if there is one.
+    """Return the proof that ranks wait forever, if what is known about them at one instant has one.
 
-    Args:
-        views: What is known about the ranks, all at one instant, by rank; a rank that is missing
-            counts as busy.
+    A rank that is missing counts as busy.
     """
     members = _members(views)
     mismatch = _find_mismatch(views, members)
@@ -258,13 +250,7 @@ def differ(
     shown: Sequence[int] | None = None,
     has_roots: bool = False,
 ) -> Deadlock:
-    """Return the proof that ranks are in different calls; those in the rarest one cause it.
-
-    Args:
-        calls: The call of each rank, which it never leaves or which others never leave because of it.
-        shown: The ranks to compare; ``None`` for all.
-        has_roots: Whether their roots differ.
-    """
+    """Return the proof that ranks are in different calls; those of `shown` in the rarest one cause it."""
     ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
     for rank, call in calls:
         if shown is None or rank in shown:

@@ -99,8 +99,6 @@ class _Tail:
         is_drawn: Whether its stream is a terminal, on which lines can be redrawn.
         changed_s: When something new was last read.
         interactive: Not empty while the rank's output is shown unchanged, as it has taken over the terminal.
-        screen: What the rank has written, where it is shown line by line.
-        rank: The rank.
     """
 
     def __init__(
@@ -298,14 +296,6 @@ class Console:
         inbox: SignalInbox,
         limit: timedelta | None,
     ) -> None:
-        """Choose the outputs to copy, and start the thread.
-
-        Args:
-            processes: The ranks.
-            show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
-            inbox: Signals to the launcher.
-            limit: How long the attempt may take.
-        """
         self._processes = processes
         self._inbox = inbox
         self._attempt = Deadline.after(limit)
@@ -563,12 +553,7 @@ def is_drawn_on(stream: TextIO | None) -> bool:
 
 
 def drawn_streams(show: str, rank: int) -> tuple[int, ...]:
-    """Return the file descriptors, of 1 and 2, whose output a rank may redraw, as the console shows it so.
-
-    Args:
-        show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
-        rank: The rank.
-    """
+    """Return the file descriptors, of 1 and 2, whose output a rank may redraw, as the console shows it so."""
     if show == "json" or not is_shown(show, rank):
         return ()
     return tuple(fd for fd, stream in ((1, sys.stdout), (2, sys.stderr)) if is_drawn_on(stream))
@@ -587,14 +572,7 @@ def _size(stream: TextIO) -> tuple[int, int]:
 def open_console(
     processes: Sequence[RankProcess], show: str, *, inbox: SignalInbox, limit: timedelta | None
 ) -> Iterator[None]:
-    """Show the ranks' output while the context is open, and the rest of it at the end.
-
-    Args:
-        processes: The ranks.
-        show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
-        inbox: Signals to the launcher.
-        limit: How long the attempt may take.
-    """
+    """Show the ranks' output while the context is open, and the rest of it at the end."""
     console = Console(processes, show, inbox=inbox, limit=limit)
     try:
         yield
@@ -659,9 +637,6 @@ def shown_log(show: str) -> Iterator[None]:
 
     Handlers of the program get the warnings in any case. An error that leaves the context keeps the
     form, since it is shown later.
-
-    Args:
-        show: ``rank-zero``, ``all``, ``tagged``, ``json`` or ``none``.
     """
     scope = (object(), show)  # unique, since launches of several threads end in any order
     with _lock:

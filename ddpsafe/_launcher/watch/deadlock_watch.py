@@ -352,14 +352,11 @@ class LiveWatch:
     All three ask the ranks where they are, and `is_deadlocked` does the next step of each.
 
     Args:
-        processes: The ranks of this host.
-        clock: Returns the time in seconds.
         others: The ranks of other nodes, whose launchers report what ``/proc`` shows there.
         tell: Shows a warning on the other nodes, too.
         requests: Requests for the status from other nodes.
 
     Attributes:
-        proof: The deadlock, once one has been found.
         longest_s: The longest time between two steps in this run so far.
     """
 
@@ -372,7 +369,6 @@ class LiveWatch:
         tell: Callable[[str], None] = lambda _: None,
         requests: Sequence[StatusRequests] = (),
     ) -> None:
-        """Start the clocks."""
         self._processes, self._others = processes, others
         self._ranks: Sequence[RankState] = [*processes, *others]
         self._tell = tell
@@ -725,13 +721,7 @@ def facts_of_rank(
 ) -> dict[str, object]:
     """Return what is known about a rank, for ``ddpsafe status``; of one on another host, that is less.
 
-    Args:
-        rank: The rank.
-        outcome: Its outcome as it is known now.
-        answer: Where it says that it is.
-        stack: Of its main thread, if it does not answer.
-        wants_stacks: Whether the stacks of its threads are wanted, and of its loader workers.
-        steps_per_s: How fast it trains.
+    `stack` is that of its main thread, if it does not answer.
     """
     made = rank.progress()
     frames = (() if answer is None else answer.main_frames) or stack
@@ -791,28 +781,20 @@ def outcome_of(
 
 
 class StatusOfNode:
-    """A request for the status that node 0, which knows all ranks, is to answer; else those of this node.
+    """A request for the status that node 0, which knows all ranks, is to answer within `limit`.
 
-    Args:
-        processes: The ranks of this node.
-        wants_stacks: Whether the stacks of their threads are wanted.
-        limit: How long node 0 may take.
+    If it does not, the ranks of this node are asked.
     """
 
     def __init__(
         self, processes: Sequence[RankProcess], *, wants_stacks: bool, limit: timedelta
     ) -> None:
-        """Begin to wait for node 0."""
         self._processes, self._wants_stacks = processes, wants_stacks
         self._deadline = Deadline.after(limit)
         self._inquiry: _Inquiry | None = None
 
     def find_own(self, *, is_cut_off: bool) -> dict[str, Any] | None:
-        """Return the facts about the ranks of this node, once node 0 has not answered and they have.
-
-        Args:
-            is_cut_off: Whether node 0 is known not to answer.
-        """
+        """Return the facts about the ranks of this node, once node 0 has not answered and they have."""
         now_s = time.monotonic()
         if self._inquiry is None and (is_cut_off or self._deadline.expired()):
             running = [rank for rank in self._processes if rank.alive and rank.returned is None]

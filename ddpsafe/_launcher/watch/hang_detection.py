@@ -44,7 +44,6 @@ class _AskSchedule:
     """
 
     def __init__(self, first_pause_s: float) -> None:
-        """Ask at the first look, and again after `first_pause_s`."""
         self._first_pause_s = self._pause_s = first_pause_s
         self._asked_s = self._next_s = -math.inf
 
@@ -76,7 +75,6 @@ class SequenceWatch:
     """
 
     def __init__(self, processes: Sequence[RankState]) -> None:
-        """Ask no rank until one has returned."""
         self._processes = processes
         self._schedule = _AskSchedule(_FIRST_PAUSE_RETURNED_S)
         self._returned = 0
@@ -133,7 +131,6 @@ class FlightWatch:
     """
 
     def __init__(self, processes: Sequence[RankState]) -> None:
-        """Ask no rank until an exception has been seen in flight."""
         self._processes = processes
         self._schedule = _AskSchedule(_FIRST_PAUSE_IN_FLIGHT_S)
         self._answers: dict[int, Position | None] = {}
@@ -205,7 +202,6 @@ class StderrWatch:
     """
 
     def __init__(self, processes: Sequence[RankProcess]) -> None:
-        """Read nothing yet."""
         self._watched = []
         for process in processes:
             # With other settings the watchdog does not end the process: the script handles NCCL errors.
@@ -257,7 +253,6 @@ class LearnedGaps:
     KNOWN: Final = 3  # so many gaps between steps have to be seen before there is a limit
 
     def __init__(self) -> None:
-        """Know nothing: there is no limit yet."""
         self._seen = 0
         self.first_s: float | None = None
         self.step_s = 0.0
@@ -294,14 +289,12 @@ class NewCollectives:
     """
 
     def __init__(self) -> None:
-        """Know no collective yet."""
         self._known: dict[tuple[int, str], int] = {}
 
     def last_entered_ns(self, positions: Iterable[Position | None]) -> int:
         """Return when the last new one was entered, on the wall clock; 0 if there is none.
 
-        Args:
-            positions: Where the ranks are, in the same order at each call.
+        `positions` are those of the same ranks, in the same order, at each call.
         """
         last_ns = 0
         for place, position in enumerate(positions):

@@ -63,10 +63,8 @@ class Usage(NamedTuple):
     """What a rank and its descendants have used so far.
 
     Attributes:
-        processes: Their process ids.
         threads: What each thread has used, by thread id, without gloo's.
         io_bytes: How much they have read and written, from and to files, pipes and disks.
-        memory_bytes: How much memory they have now.
         faults: How often they have waited for a page from a disk.
         waits_for_disk: Whether one of them now waits in the kernel, as for a disk or a mount.
     """
@@ -80,14 +78,7 @@ class Usage(NamedTuple):
 
 
 def is_active(before: Usage, now: Usage, *, elapsed_s: float, has_answered: bool) -> bool:
-    """Return whether a rank did anything between two samples.
-
-    Args:
-        before: The earlier sample.
-        now: The later one.
-        elapsed_s: The time between them, in seconds.
-        has_answered: Whether the launcher asked it in that time, and it answered.
-    """
+    """Return whether a rank did anything between two samples, except to answer the launcher."""
     if now.processes != before.processes or now.faults > before.faults or now.waits_for_disk:
         return True
     nothing = ThreadUsage(0, 0)
@@ -112,8 +103,7 @@ def is_active(before: Usage, now: Usage, *, elapsed_s: float, has_answered: bool
 def read_usage(ranks: Sequence[int]) -> dict[int, Usage | None]:
     """Return what each rank and its descendants have used; ``None`` for one that cannot be read.
 
-    Args:
-        ranks: The process ids of the ranks, each the leader of its session.
+    A rank is the leader of its session.
     """
     stats = _read_stats()
     families: dict[int, list[int]] = {rank: [] for rank in ranks}
@@ -181,15 +171,9 @@ def _usage_of(rank: int, family: Sequence[int], stats: Mapping[int, ProcessStat]
 
 
 class IdleWatch:
-    """Measures for how long all ranks of this host have been idle, and finds their unanswered connections.
-
-    Args:
-        processes: The ranks.
-        sample_s: The time between two samples, in seconds.
-    """
+    """Measures for how long all ranks of this host have been idle, and finds their unanswered connections."""
 
     def __init__(self, processes: Sequence[RankProcess], *, sample_s: float = _SAMPLE_S) -> None:
-        """Know nothing yet."""
         self._processes = processes
         self._sample_s = sample_s
         self._last: Mapping[int, Usage | None] = {}
@@ -205,14 +189,9 @@ class IdleWatch:
         return 0.0 if self._since_s is None else self._last_s - self._since_s
 
     def look(self, now_s: float, *, is_running: bool) -> bool:
-        """Take a sample if it is time to, unless a rank makes progress.
+        """Take a sample if it is time to; return whether no rank has made progress since the last one.
 
-        Args:
-            now_s: The time.
-            is_running: Whether a main thread is running: a sample would only show that.
-
-        Returns:
-            Whether no rank has made progress for the time between two samples.
+        While a main thread is running, a sample would only show that.
         """
         progress = [
             (rank.phase, rank.returned is None, made.steps, made.saves)

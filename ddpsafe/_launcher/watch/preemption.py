@@ -41,17 +41,6 @@ class StopRequest:
         find_leaving: Callable[[], Mapping[str, signal.Signals]] = dict,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Start without a request.
-
-        Args:
-            processes: The ranks.
-            inbox: Signals to the launcher.
-            limit: How long ranks may take to save and return.
-            clock: The clock for the limit.
-            find_leaving: Returns the nodes that leave the job, without the others, and the signal to
-                the launcher of each.
-            tell: Shows a line on the other nodes, too.
-        """
         self._processes = processes
         self._inbox = inbox
         self.limit = limit

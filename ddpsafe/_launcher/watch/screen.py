@@ -70,7 +70,6 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        """Show one empty row."""
         self.hides_cursor = self.has_ended_redraw = self.holds_line = False
         self._rows = [_Row()]
         self._row = 0

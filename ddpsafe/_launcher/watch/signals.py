@@ -45,7 +45,6 @@ class SignalInbox:
     """
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        """Own nothing: `open_inbox` closes the pipe."""
         self._read_fd = read_fd
         self._write_fd = write_fd
         self.closed = threading.Event()
@@ -105,8 +104,7 @@ def open_inbox(earlier: SignalInbox | None = None) -> Iterator[SignalInbox]:
 
     An ignored signal stays ignored (nohup ignores SIGHUP), and the user's handlers stay in place.
 
-    Args:
-        earlier: The previous inbox. A signal that it received too late to act on is put in this one.
+    A signal that `earlier`, the previous inbox, received too late to act on is put in this one.
     """
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
@@ -185,13 +183,11 @@ class Interrupted(BaseException):
     """A signal ended the launch; raised through the cleanup to where `pass_on` can act on it.
 
     Attributes:
-        signum: The signal.
         where: The node whose launcher received it; empty for this one, or if unknown.
         left: Which ranks are left running, as a sentence.
     """
 
     def __init__(self, signum: signal.Signals, where: str = "", left: str = "") -> None:
-        """Keep the facts."""
         super().__init__(signum)
         self.signum, self.where, self.left = signum, where, left or NONE_LEFT
 

@@ -47,14 +47,9 @@ class StatusRequests(Protocol):
 
 
 class StatusSocket:
-    """The launcher's end.
-
-    Args:
-        run_dir: The run directory.
-    """
+    """The launcher's end; a file system without sockets does not make the launch fail."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Listen; a file system without sockets does not make the launch fail."""
         self._path = run_dir / SOCKET
         self._listener: socket.socket | None = None
         self._connected: list[socket.socket] = []  # those that have not sent a request yet
@@ -196,7 +191,6 @@ class Rates:
     _KEPT: Final = 16
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Start without any counts."""
         self._clock = clock
         self._seen: list[tuple[float, dict[int, int]]] = []
 

@@ -22,15 +22,11 @@ _LINE_S: Final = 1.0
 
 
 def write_in_pieces(stream: TextIO, text: str) -> Iterator[None]:
-    """Write piece by piece, and yield after each.
+    """Write piece by piece, and yield after each; what cannot be encoded becomes question marks.
 
     Errors are ignored: the stream may be closed, or be an object of the program's own that lacks
     some of a stream's methods. Pieces end at line ends, and a pipe takes each piece in one write, so
     the lines of two launches are not mixed up.
-
-    Args:
-        stream: Where to write.
-        text: What to write; characters that the stream cannot encode become question marks.
     """
     encoding = getattr(stream, "encoding", None) or "utf-8"
     data = text.encode(encoding, "replace")

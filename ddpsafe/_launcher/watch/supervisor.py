@@ -112,13 +112,7 @@ class Peers:
         processes: Sequence[RankProcess],
         ask_where: Callable[[Sequence[RankProcess]], None],
     ) -> Ending:
-        """Have the ranks of all nodes asked where they are; return why the attempt ended.
-
-        Args:
-            ending: Why it ended, as far as known before.
-            processes: The ranks of this node.
-            ask_where: Asks those.
-        """
+        """Have the ranks of all nodes asked where they are; return why the attempt ended."""
         if ending.reason not in ("done", "signal"):
             ask_where(processes)
         return ending
@@ -156,15 +150,7 @@ class Peers:
 
 
 class AttemptWatch:
-    """Watches the ranks of one attempt, on all its nodes, until it has ended.
-
-    Args:
-        processes: The ranks of this node.
-        timeouts: The launcher's deadlines.
-        inbox: Signals to the launcher.
-        peers: The ranks of other nodes, if there are any.
-        learned: What earlier attempts have learned, for ``timeouts.progress="auto"``.
-    """
+    """Watches the ranks of one attempt, on all its nodes, until it has ended."""
 
     def __init__(
         self,
@@ -175,7 +161,6 @@ class AttemptWatch:
         peers: Peers | None = None,
         learned: LearnedGaps | None = None,
     ) -> None:
-        """Start the clocks."""
         self._processes = processes
         self._peers = Peers() if peers is None else peers
         others = self._peers.ranks
@@ -390,12 +375,7 @@ def let_ranks_leave(
     stands. What the script itself still does is part of the job, so it gets the time it needs, or
     ``timeouts.finish``. A warning names it from time to time.
 
-    Args:
-        processes: The ranks of this node.
-        timeouts: Their limits.
-        wait: Waits up to so many seconds for reports and ends of the ranks, and takes note of them.
-        is_over: Returns whether the ranks have to be ended now.
-        clock: The clock for the limits.
+    `is_over` returns whether the ranks have to be ended now.
 
     Returns:
         What ranks had not finished when their time was over, by rank.

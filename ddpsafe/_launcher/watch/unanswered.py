@@ -52,11 +52,7 @@ def read_unanswered(pids: Iterable[int]) -> dict[int, tuple[Unanswered, ...]]:
 
 
 def find_unanswered(table: str) -> Mapping[str, Unanswered]:
-    """Return the connections without a reply in a table of the kernel, by their names among open files.
-
-    Args:
-        table: The text of ``/proc/net/tcp`` or ``/proc/net/tcp6``.
-    """
+    """Return the connections without a reply in a table of the kernel, by their names as open files."""
     connections = {}
     for line in table.splitlines()[1:]:
         if (
