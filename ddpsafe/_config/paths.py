@@ -2,25 +2,41 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+import stat
+import time
+from dataclasses import replace
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 from typing_extensions import TypedDict, Unpack
 
-from ddpsafe._clock import Deadline
+from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config.durations import Duration
 from ddpsafe._config.problems import Part, show, wrong
-from ddpsafe._config.wait_for_paths import PathWatch, find_not_ready, preflight_error
+from ddpsafe._errors import Explanation, PreflightError
+from ddpsafe._host import find_mount_point
+from ddpsafe._logging import get_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from ddpsafe._config.durations import DurationLike
 
+logger = get_logger(__name__)
+
 _WINDOWS: Final = os.name == "nt"
+
+PATIENCE: Final = timedelta(seconds=5)
+"""How long one check may take before the file system counts as hung."""
+
+_FIRST_REPORT_S, _REPORT_EVERY_S = 2.0, 10.0
+_POLL_FIRST_S, _POLL_MAX_S = 0.05, 1.0
 
 
 def _validate_path(value: object, *, or_else: str = "") -> Path:
@@ -212,13 +228,151 @@ def require_data_paths(
         name: Deadline.after(data_path.wait or timedelta(0), clock=began.clock).earlier(began)
         for name, data_path in data_paths.items()
     }
-    reasons_of = {
-        name: find_not_ready(data_path, name=name, deadline=own[name])
+    not_ready = {
+        name: reasons
         for name, data_path in data_paths.items()
+        if (reasons := _wait_until_ready(data_path, name=name, deadline=own[name]))
     }
-    not_ready = [
-        (name, data_paths[name].path, reasons) for name, reasons in reasons_of.items() if reasons
-    ]
     if not_ready:
-        waited_s = max(own[name].waited_s() for name, _, _ in not_ready)
-        raise preflight_error(not_ready, waited_s=waited_s)
+        (name, first), *others = [(name, each) for name, left in not_ready.items() for each in left]
+        waited_s = max(own[name].waited_s() for name in not_ready)
+        message = replace(
+            first,
+            what=f"data path {name!r} is not ready on {socket.gethostname()} after {waited_s:.1f} s: "
+            f"{first.what}.",
+            details=[f"Also: data path {other!r}: {reason}" for other, reason in others],
+        )
+        report = {name: [str(reason) for reason in left] for name, left in not_ready.items()}
+        raise PreflightError(message, report=report, kind="mount")
+
+
+def _wait_until_ready(wanted: DataPath, *, name: str, deadline: Deadline) -> list[Explanation]:
+    """Wait until a path is ready, with one full check after the deadline; return what is not ready."""
+    watch = PathWatch(wanted)
+    subject = f"data path {name!r} ({wanted.path})"
+    pause_s, report_at_s = _POLL_FIRST_S, _FIRST_REPORT_S
+    while True:
+        # Before the deadline, a check ends with the wait.
+        remaining_s = deadline.remaining_s() or PATIENCE.total_seconds()
+        not_ready = watch.look(min(PATIENCE, timedelta(seconds=max(remaining_s, 0.1))))
+        if not not_ready or deadline.expired():
+            break
+        waited_s = deadline.waited_s()
+        if waited_s >= report_at_s:
+            report_at_s = waited_s + _REPORT_EVERY_S
+            reasons = "; ".join(reason.what for reason in not_ready)
+            total_s = waited_s + deadline.remaining_s()
+            logger.warning(
+                "waiting for %s: %s; %.0f s of %.0f s", subject, reasons, waited_s, total_s
+            )
+        time.sleep(min(pause_s, deadline.remaining_s()))
+        pause_s = min(2 * pause_s, _POLL_MAX_S)
+    if not not_ready and report_at_s > _FIRST_REPORT_S:  # the wait was reported
+        logger.warning("%s is ready after %.1f s", subject, deadline.waited_s())
+    return not_ready
+
+
+class PathWatch:
+    """Checks one path repeatedly, without ever hanging when its file system does."""
+
+    def __init__(self, wanted: DataPath) -> None:
+        self._wanted = wanted
+        self._call: BoundedCall[list[Explanation]] | None = None
+        self._looking_since = Deadline.after(None)
+
+    def look(self, patience: timedelta = PATIENCE) -> list[Explanation]:
+        """Check once; return what is not ready."""
+        # A check that hangs continues in its own daemon thread, and the next call waits for the same
+        # thread. So however long a file system hangs, only one thread hangs with it.
+        if self._call is None:
+            self._looking_since = Deadline.after(None)
+            self._call = BoundedCall(lambda: list(_look(self._wanted)), name="ddpsafe-look")
+        if not self._call.wait(patience.total_seconds()):
+            return [
+                Explanation(
+                    what=f"{self._wanted.path} has not answered for {self._looking_since.waited_s():.1f} s",
+                    cause="it is on a network file system whose server does not respond.",
+                    fix=f"Check the server and the mount (`findmnt -T {self._wanted.path}`), then remount.",
+                )
+            ]
+        call, self._call = self._call, None
+        return call.result()
+
+
+def _look(wanted: DataPath) -> Iterator[Explanation]:
+    try:
+        mode = wanted.path.stat().st_mode
+        is_right = {"directory": stat.S_ISDIR, "file": stat.S_ISREG}.get(wanted.kind)
+        if is_right is not None and not is_right(mode):
+            kind = "directory" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "device"
+            yield Explanation(
+                what=f"{wanted.path} is a {kind}, not a {wanted.kind}",
+                cause="the path is wrong, or an unpacking step is missing.",
+                fix=f'Use the path of a {wanted.kind}, or kind="any".',
+            )
+        if wanted.mount != "any":
+            point = find_mount_point(wanted.path)
+            is_mounted = (
+                point == wanted.path.resolve() if wanted.mount == "point" else point.parent != point
+            )
+            if not is_mounted:
+                yield Explanation(
+                    what=f"nothing is mounted on {wanted.path}"
+                    + (" or above it" if wanted.mount == "inside" else ""),
+                    cause=f"the mount has not happened yet or failed; the directory is on {point}.",
+                    fix=f"Mount it (`findmnt -T {wanted.path}` shows what is mounted), or give the data "
+                    'path a longer wait, or mount="any" if no mount is expected.',
+                )
+        if stat.S_ISDIR(mode):
+            least = wanted.min_entries or 0
+            # Only as many as needed: a directory may have millions on slow network storage.
+            with os.scandir(wanted.path) as entries:
+                count = sum(1 for _ in islice(entries, least))
+            if count < least:
+                yield Explanation(
+                    what=f"{wanted.path} has {count} of at least {least} entries",
+                    cause="a copy is not finished, or this is the directory under a missing mount.",
+                    fix="Wait for the copy (field wait), or correct min_entries.",
+                )
+            if wanted.marker is not None and not (wanted.path / wanted.marker).exists():
+                yield Explanation(
+                    what=f"{wanted.path / wanted.marker} does not exist",
+                    cause="the program that writes the data has not finished, as it writes the marker last.",
+                    fix="Wait for it (field wait), or correct marker.",
+                )
+        elif stat.S_ISREG(mode):
+            wanted.path.open("rb").close()  # stat() needs no permission to read the file
+    except OSError as error:
+        yield _unreadable(wanted.path, error)
+
+
+def _unreadable(path: Path, error: OSError) -> Explanation:
+    if error.errno in {errno.ENOENT, errno.ENOTDIR}:
+        return _absent(path)
+    reason = error.strerror or str(error)
+    if error.errno in {errno.EACCES, errno.EPERM}:
+        return Explanation(
+            what=f"{path} cannot be read ({reason})",
+            cause=f"user id {os.getuid() if hasattr(os, 'getuid') else '?'} has no permission there.",
+            fix=f"Check the permissions (`namei -l {path}`) and grant read access.",
+        )
+    return Explanation(
+        what=f"{path} cannot be read ({reason})",
+        cause="the mount is stale or the storage is failing.",
+        fix=f"Check the mount (`findmnt -T {path}`) and the kernel log, then remount.",
+    )
+
+
+def _absent(path: Path) -> Explanation:
+    if path.is_symlink():
+        return Explanation(
+            what=f"{path} is a link to {path.readlink()}, which does not exist",
+            cause="the target is not mounted here or was moved.",
+            fix="Mount the target on this node, or correct the link.",
+        )
+    deepest = next(parent for parent in path.parents if parent.exists())
+    return Explanation(
+        what=f"{path} does not exist",
+        cause=f"the path is misspelt or not mounted on this node; it exists up to {deepest}.",
+        fix=f"Compare with `ls {deepest}`; for a late mount, give the data path a wait.",
+    )

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from texts import any_text
 
 from ddpsafe._clock import Deadline
-from ddpsafe._config.paths import AbsolutePath, DataPath, require_data_paths
-from ddpsafe._config.wait_for_paths import PathWatch
+from ddpsafe._config.paths import AbsolutePath, DataPath, PathWatch, require_data_paths
 from ddpsafe._errors import ConfigError, PreflightError
 from ddpsafe._host import find_mount_point, list_mount_points
 

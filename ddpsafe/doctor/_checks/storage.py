@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
-from ddpsafe._config.wait_for_paths import PathWatch
+from ddpsafe._config.paths import PathWatch
 from ddpsafe._host import find_mount_point
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 
