@@ -34,108 +34,68 @@ SAME: Final = object()
 
 _UNKNOWN: Final = "there is no such field"
 
-COUNTS_OF_RANKS: Final = (
-    "nprocs", "nproc", "n_procs", "num_procs", "num_processes", "nprocs_per_node",
-    "procs_per_node", "processes", "devices", "gpus", "ngpus", "num_gpus",
-    "gpus_per_node", "num_workers", "n_workers", "workers", "workers_per_host",
-    "ntasks", "ntasks_per_node", "local_world_size", "ranks", "world_size",
-)  # fmt: skip
+_COUNTS_OF_RANKS: Final = (
+    "nprocs nproc n_procs num_procs num_processes nprocs_per_node procs_per_node processes devices gpus "
+    "ngpus num_gpus gpus_per_node num_workers n_workers workers workers_per_host ntasks ntasks_per_node "
+    "local_world_size ranks world_size"
+)
+COUNTS_OF_RANKS: Final = frozenset(_COUNTS_OF_RANKS.split())
 """What other launchers and torch call the number of ranks."""
 
-# What other launchers and torch call a field, and what to write instead, by model and name.
+# What to write instead of the names that other launchers and torch have for a field, by model.
 # `{value}` is the given value.
 _NAMES_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
     "LaunchConfig": {
-        **dict.fromkeys(
-            COUNTS_OF_RANKS,
-            "nproc_per_node={value}",
+        "nproc_per_node={value}": _COUNTS_OF_RANKS,
+        "nnodes={value}": "num_nodes nodes n_nodes num_machines",
+        "node_rank={value}": "machine_rank group_rank node_id",
+        'rendezvous={{"endpoint": "host:port"}}; one node needs none: a free port is found': (
+            "rdzv_endpoint master_addr master_address master_port init_method main_process_ip "
+            "main_process_port rdzv_backend port endpoint"
         ),
-        **dict.fromkeys(("num_nodes", "nodes", "n_nodes", "num_machines"), "nnodes={value}"),
-        **dict.fromkeys(("machine_rank", "group_rank", "node_id"), "node_rank={value}"),
-        **dict.fromkeys(
-            (
-                "rdzv_endpoint", "master_addr", "master_address", "master_port", "init_method",
-                "main_process_ip", "main_process_port", "rdzv_backend", "port", "endpoint",
-            ),
-            'rendezvous={{"endpoint": "host:port"}}; one node needs none: a free port is found',
+        'rendezvous={{"interface": {value}}}': "interface ifname",
+        "backend={value}": "dist_backend process_group_backend distributed_backend",
+        "start_method={value}": "mp_start_method multiprocessing_context mp_context method",
+        'timeouts={{"collective": {value}}}': "timeout ddp_timeout pg_timeout dist_timeout",
+        'timeouts={{"start": {value}}}': "join_timeout rdzv_timeout init_timeout start_timeout",
+        'timeouts={{"grace": {value}}}': "grace_period shutdown_timeout",
+        'retry={{"attempts": {one_more}}} (the first attempt counts)': (
+            "max_restarts restarts max_retries retries num_retries max_failures"
         ),
-        **dict.fromkeys(("interface", "ifname"), 'rendezvous={{"interface": {value}}}'),
-        **dict.fromkeys(
-            ("dist_backend", "process_group_backend", "distributed_backend"), "backend={value}"
+        'retry={{"attempts": {value}}}': "attempts max_attempts",
+        "run_dir={value}": "log_dir logdir logs_dir log_folder output_dir log_path",
+        'console="all", "tagged", "json", "rank-zero" or "none"': (
+            "tee redirects verbose quiet local_ranks_filter log_line_prefix"
         ),
-        **dict.fromkeys(
-            ("mp_start_method", "multiprocessing_context", "mp_context", "method"),
-            "start_method={value}",
-        ),
-        **dict.fromkeys(
-            ("timeout", "ddp_timeout", "pg_timeout", "dist_timeout"),
-            'timeouts={{"collective": {value}}}',
-        ),
-        **dict.fromkeys(
-            ("join_timeout", "rdzv_timeout", "init_timeout", "start_timeout"),
-            'timeouts={{"start": {value}}}',
-        ),
-        **dict.fromkeys(
-            ("grace_period", "shutdown_timeout"), 'timeouts={{"grace": {value}}}'
-        ),
-        **dict.fromkeys(
-            (
-                "max_restarts", "restarts", "max_retries", "retries", "num_retries",
-                "max_failures",
-            ),
-            'retry={{"attempts": {one_more}}} (the first attempt counts)',
-        ),
-        **dict.fromkeys(("attempts", "max_attempts"), 'retry={{"attempts": {value}}}'),
-        **dict.fromkeys(
-            ("log_dir", "logdir", "logs_dir", "log_folder", "output_dir", "log_path"),
-            "run_dir={value}",
-        ),
-        **dict.fromkeys(
-            ("tee", "redirects", "verbose", "quiet", "local_ranks_filter", "log_line_prefix"),
-            'console="all", "tagged", "json", "rank-zero" or "none"',
-        ),
-        **dict.fromkeys(
-            ("env_vars", "extra_env_vars", "default_env_vars", "environ", "environment"),
-            "env={value}",
-        ),
-        **dict.fromkeys(("random_seed", "manual_seed"), "seed={value}"),
+        "env={value}": "env_vars extra_env_vars default_env_vars environ environment",
+        "seed={value}": "random_seed manual_seed",
     },
     "Timeouts": {
-        **dict.fromkeys(("join", "rendezvous", "startup", "init", "connect"), "start={value}"),
-        **dict.fromkeys(
-            ("process_group", "all_reduce", "nccl", "gloo", "timeout"), "collective={value}"
-        ),
-        **dict.fromkeys(("total", "job", "run", "overall"), "attempt={value}"),
-        **dict.fromkeys(("step", "steps", "hang"), "progress={value}"),
-        **dict.fromkeys(("grace_period", "shutdown", "sigterm", "kill", "terminate"), "grace={value}"),
-        **dict.fromkeys(("exit", "teardown", "close"), "finish={value}"),
+        "start={value}": "join rendezvous startup init connect",
+        "collective={value}": "process_group all_reduce nccl gloo timeout",
+        "attempt={value}": "total job run overall",
+        "progress={value}": "step steps hang",
+        "grace={value}": "grace_period shutdown sigterm kill terminate",
+        "finish={value}": "exit teardown close",
     },
     "RetryPolicy": {
-        **dict.fromkeys(
-            ("max_restarts", "restarts", "max_retries", "retries"),
-            "attempts={one_more} (the first attempt counts)",
-        ),
-        **dict.fromkeys(("max_attempts", "tries", "stop_after_attempt"), "attempts={value}"),
-        **dict.fromkeys(
-            ("backoff", "wait", "delay", "wait_initial", "initial"), "backoff_initial={value}"
-        ),
-        **dict.fromkeys(("wait_max", "max_delay", "max_wait"), "backoff_max={value}"),
-        "wait_jitter": "jitter={value}",
-        **dict.fromkeys(("exceptions", "retry_on", "kinds", "errors"), "on={value}"),
+        "attempts={one_more} (the first attempt counts)": "max_restarts restarts max_retries retries",
+        "attempts={value}": "max_attempts tries stop_after_attempt",
+        "backoff_initial={value}": "backoff wait delay wait_initial initial",
+        "backoff_max={value}": "wait_max max_delay max_wait",
+        "jitter={value}": "wait_jitter",
+        "on={value}": "exceptions retry_on kinds errors",
     },
     "Rendezvous": {
-        **dict.fromkeys(
-            ("host", "address", "addr", "master_addr", "rdzv_endpoint", "port", "master_port"),
-            'endpoint="host:port"',
-        ),
-        **dict.fromkeys(("ifname", "nic", "iface", "local_addr"), "interface={value}"),
+        'endpoint="host:port"': "host address addr master_addr rdzv_endpoint port master_port",
+        "interface={value}": "ifname nic iface local_addr",
     },
     "DataPath": {
-        **dict.fromkeys(("timeout", "patience"), "wait={value}"),
-        "type": "kind={value}",
-        **dict.fromkeys(("min_files", "entries"), "min_entries={value}"),
+        "wait={value}": "timeout patience",
+        "kind={value}": "type",
+        "min_entries={value}": "min_files entries",
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,14 +107,12 @@ class Problem:
         write: What to write instead, ready to copy if possible.
         where: Keys below the validated field; empty for the field itself.
         given: The value as the user gave it, if it differs from the validated value.
-        is_guess: Whether `write` is a guess at what the user meant.
     """
 
     why: str
     write: str
     where: tuple[int | str, ...] = ()
     given: object = SAME
-    is_guess: bool = False
 
 
 class Part(BaseModel):
@@ -205,7 +163,7 @@ def require_none(problems: Iterable[Problem], *, given: object) -> None:
     """
     details: list[InitErrorDetails] = [
         {
-            "type": wrong(problem.why, write=problem.write, is_guess=problem.is_guess),
+            "type": wrong(problem.why, write=problem.write),
             "loc": problem.where,
             "input": given if problem.given is SAME else problem.given,
         }
@@ -334,7 +292,8 @@ def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
 
 def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[str, bool]:
     """Return what to write instead of a field that does not exist, and whether it is a guess."""
-    template = _NAMES_ELSEWHERE.get(model.__name__, {}).get(str(name).casefold().strip("_-"))
+    word, known = str(name).casefold().strip("_-"), _NAMES_ELSEWHERE.get(model.__name__, {})
+    template = next((text for text, words in known.items() if word in words.split()), None)
     # torch's "timeout" is one duration; a table under that name is a misspelling of "timeouts".
     if template is not None and not (isinstance(value, (Mapping, Part)) and "{{" in template):
         is_count = isinstance(value, int) and not isinstance(value, bool)
