@@ -33,7 +33,7 @@ from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import (
     find_last_error,
-    find_peer_text,
+    find_peer_origin,
     find_signal_of_worker,
     is_of_a_backend,
 )
@@ -524,5 +524,4 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
         file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
     if type(exc).__module__.partition(".")[0] != "torch" and not is_of_a_backend(line, file):
         return "own"
-    row = find_peer_text(line)
-    return "own" if row is None else row.origin
+    return find_peer_origin(line) or "own"

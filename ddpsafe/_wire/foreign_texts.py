@@ -11,78 +11,45 @@ from __future__ import annotations
 import re
 import signal
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
+
+from ddpsafe._errors import FailureKind, Origin  # noqa: TC001 - pydantic reads them for messages between nodes
 
 if TYPE_CHECKING:
-    from ddpsafe._errors import FailureKind, Origin
+    from collections.abc import Iterable
+
+T = TypeVar("T")
 
 PeerOrigin = Literal["peer-lost", "timeout"]
 """The origins (see `Origin`) that blame another rank: it was lost, or a wait for it timed out."""
 
 
-@dataclass(frozen=True, slots=True)
-class PeerText:
-    """A text of an error that a rank raises because another one broke.
-
-    Attributes:
-        pattern: Matches "TypeName: message", ignoring case.
-        origin: Whether the peer was lost or a wait for it timed out.
-        seen: The versions in whose output it was seen.
-    """
-
-    pattern: re.Pattern[str]
-    origin: PeerOrigin
-    seen: str
-
-
-@dataclass(frozen=True, slots=True)
-class KindText:
-    """A text of an error that shows the kind of a failure.
-
-    Attributes:
-        pattern: Matches "TypeName: message", ignoring case.
-        kind: The kind.
-        seen: The versions in whose output it was seen.
-    """
-
-    pattern: re.Pattern[str]
-    kind: FailureKind
-    seen: str
-
-
-def _peer(pattern: str, origin: PeerOrigin, seen: str) -> PeerText:
-    return PeerText(re.compile(pattern, re.IGNORECASE), origin, seen)
-
-
-def _kind(pattern: str, kind: FailureKind, seen: str) -> KindText:
-    return KindText(re.compile(pattern, re.IGNORECASE), kind, seen)
-
-
-PEER_TEXTS: Final = (
-    _peer(r"Connection closed by peer", "peer-lost", "2.13 gloo"),
+_PEER_TEXTS: Final[tuple[tuple[str, PeerOrigin, str], ...]] = (
+    (r"Connection closed by peer", "peer-lost", "2.13 gloo"),
     # Not Python's ConnectionResetError: that comes from a DataLoader worker or from the user's code.
-    _peer(r"^(?!Connection\w*Error).*Connection reset by peer", "peer-lost", "2.13 gloo"),
-    _peer(r"(?:write|writev|send).*Broken pipe", "peer-lost", "2.13 gloo"),
-    _peer(r"connectFullMesh failed", "peer-lost", "2.13 gloo"),
-    _peer(r"remote process exited or there was a network error", "peer-lost", "2.x nccl"),
-    _peer(r"ncclRemoteError", "peer-lost", "2.x nccl"),
-    _peer(r"NCCL communicator was aborted", "peer-lost", "2.x nccl"),
-    _peer(r"NCCL communicator encountered error set by ProcessGroupNCCL", "peer-lost", "2.x nccl"),
-    _peer(r"(?s)ncclSystemError.*Connection closed by remote peer", "peer-lost", "nccl 2.18"),
-    _peer(r"socket\w*: Connect to \S+ .*failed|Net : Connect to \S+ failed", "peer-lost", "nccl"),
-    _peer(r"NET/IB ?: Got (?:async|completion).*(?:status=|error )\d+", "peer-lost", "nccl"),
-    _peer(r"DistNetworkError|DistStoreError.*(?:closed|reset)", "peer-lost", "2.13 store"),
-    _peer(r"Timed out waiting \d+ms for (?:recv|send)", "timeout", "2.13 gloo"),
-    _peer(r"Application timeout caused pair closure", "timeout", "2.13 gloo"),
-    _peer(r"Socket Timeout|wait timeout after \d+ms", "timeout", "2.13 TCPStore"),
-    _peer(r": Wait timeout$|Timeout waiting for key: ", "timeout", "2.13 FileStore"),
-    _peer(r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
-    _peer(r"timed out in blocking wait|timeout - .*operation time", "timeout", "2.x nccl"),
-    _peer(r"monitoredBarrier", "timeout", "2.13 gloo"),
-    _peer(r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
-    _peer(r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
+    (r"^(?!Connection\w*Error).*Connection reset by peer", "peer-lost", "2.13 gloo"),
+    (r"(?:write|writev|send).*Broken pipe", "peer-lost", "2.13 gloo"),
+    (r"connectFullMesh failed", "peer-lost", "2.13 gloo"),
+    (r"remote process exited or there was a network error", "peer-lost", "2.x nccl"),
+    (r"ncclRemoteError", "peer-lost", "2.x nccl"),
+    (r"NCCL communicator was aborted", "peer-lost", "2.x nccl"),
+    (r"NCCL communicator encountered error set by ProcessGroupNCCL", "peer-lost", "2.x nccl"),
+    (r"(?s)ncclSystemError.*Connection closed by remote peer", "peer-lost", "nccl 2.18"),
+    (r"socket\w*: Connect to \S+ .*failed|Net : Connect to \S+ failed", "peer-lost", "nccl"),
+    (r"NET/IB ?: Got (?:async|completion).*(?:status=|error )\d+", "peer-lost", "nccl"),
+    (r"DistNetworkError|DistStoreError.*(?:closed|reset)", "peer-lost", "2.13 store"),
+    (r"Timed out waiting \d+ms for (?:recv|send)", "timeout", "2.13 gloo"),
+    (r"Application timeout caused pair closure", "timeout", "2.13 gloo"),
+    (r"Socket Timeout|wait timeout after \d+ms", "timeout", "2.13 TCPStore"),
+    (r": Wait timeout$|Timeout waiting for key: ", "timeout", "2.13 FileStore"),
+    (r"Watchdog caught collective operation timeout", "timeout", "2.x nccl"),
+    (r"timed out in blocking wait|timeout - .*operation time", "timeout", "2.x nccl"),
+    (r"monitoredBarrier", "timeout", "2.13 gloo"),
+    (r"RPCErr:\d+:RPC ran for more than set timeout", "timeout", "2.13 rpc"),
+    (r"this error originated at tensorpipe", "peer-lost", "2.13 rpc"),
 )
-"""Exceptions that blame another rank; the first match wins."""
+"""Exceptions that blame another rank: a pattern of "TypeName: message", without regard to case, the origin,
+and the versions in whose output it was seen. The first match wins."""
 
 # An error has several lines, up to the next message of torch's log.
 _ERROR: Final = r"(?P<error>.*\n?(?:(?!\[rank\d|\[E).*\n?){0,7})"
@@ -134,17 +101,17 @@ _WORK: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NativeText:
-    """An error that native code wrote before it ended its process.
+class NativeError:
+    """What native code, such as NCCL's watchdog, wrote to stderr before it ended its process.
 
     Attributes:
-        line: The line with the error.
-        origin: Where the failure comes from.
-        kind: Its kind, if it is the rank's own failure and the kind is known.
+        origin: Whether it blames another rank, and how.
+        text: The line.
+        kind: The kind of failure, if the rank itself failed and the text shows it.
     """
 
-    line: str
     origin: Origin
+    text: str
     kind: FailureKind | None = None
 
 
@@ -173,41 +140,47 @@ _WORKER_EXIT: Final = re.compile(
 )
 """Seen in torch 2.6 to 2.13; a worker that a signal ended is reported as "is killed by signal"."""
 
-KIND_TEXTS: Final = (
-    _kind(r"^[\w.]+: DataLoader worker \(pid", "killed", "2.13 torch"),
-    _kind(r"ibv_\w+ failed.*Cannot allocate memory|no socket interface found", "network", "nccl"),
-    _kind(
-        r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory"
-        r"|CU\w+_STATUS_ALLOC_FAILED",
+_KIND_TEXTS: Final[tuple[tuple[str, FailureKind, str], ...]] = (
+    (r"^[\w.]+: DataLoader worker \(pid", "killed", "2.13 torch"),
+    (r"ibv_\w+ failed.*Cannot allocate memory|no socket interface found", "network", "nccl"),
+    (
+        (
+            r"OutOfMemoryError|MemoryError|out of memory|(?:can't|cannot) allocate memory"
+            r"|CU\w+_STATUS_ALLOC_FAILED"
+        ),
         "out-of-memory",
         "2.13 torch, Python 3.11",
     ),
-    _kind(
-        r"uncorrectable (?:ECC|NVLink)|\bXid\b|fallen off the bus|GPU is lost"
-        r"|CUDA(?: error(?: during \w+ event query)?:)? unknown error|failure 999 'unknown error'|hardware stack error"
-        r"|access of peer GPU memory over nvlink|CUDA-capable devices?(?:\(s\) is/| )are busy"
-        r"|system not yet initialized|No CUDA GPUs are available"
-        r"|Unable to determine the device handle",
+    (
+        (
+            r"uncorrectable (?:ECC|NVLink)|\bXid\b|fallen off the bus|GPU is lost"
+            r"|CUDA(?: error(?: during \w+ event query)?:)? unknown error|failure 999 'unknown error'|hardware stack error"
+            r"|access of peer GPU memory over nvlink|CUDA-capable devices?(?:\(s\) is/| )are busy"
+            r"|system not yet initialized|No CUDA GPUs are available"
+            r"|Unable to determine the device handle"
+        ),
         "hardware",
         "CUDA 11 to 13, NVML",
     ),
-    _kind(r"EADDRINUSE|Address already in use", "port", "2.13 store, Linux"),
+    (r"EADDRINUSE|Address already in use", "port", "2.13 store, Linux"),
     # A connection that a setting forbids does not come back.
-    _kind(r"(?i:offline[ _]?mode|\w_OFFLINE\b)", "user-error", "huggingface_hub 1.0"),
+    (r"(?i:offline[ _]?mode|\w_OFFLINE\b)", "user-error", "huggingface_hub 1.0"),
     # Only the TimeoutError of a socket; futures and asyncio raise the same class.
-    _kind(
+    (
         r"^TimeoutError: (?:\[Errno \d+\]|_ssl\.c|timed out$|The \w+ operation timed out)",
         "network",
         "Python 3.11",
     ),
-    _kind(
-        r"^Connection\w*Error|^BrokenPipeError|Stale file handle|gaierror"
-        r"|Name or service not known|Temporary failure in name resolution|No route to host",
+    (
+        (
+            r"^Connection\w*Error|^BrokenPipeError|Stale file handle|gaierror"
+            r"|Name or service not known|Temporary failure in name resolution|No route to host"
+        ),
         "network",
         "Python 3.11, Linux",
     ),
 )
-"""What kind of failure an exception is; the first match wins."""
+"""What kind of failure an exception is, in rows as above; the first match wins."""
 
 _ABORT_REASON: Final = "Original reason for failure was:"
 
@@ -225,15 +198,20 @@ _OF_TORCH: Final = re.compile(r"/torch/(?:distributed/(?!elastic/)|nn/parallel/|
 _GLOO_SOURCE: Final = re.compile(r"\[\S*/gloo/\S+:\d+\] ")
 
 
-def find_peer_text(line: str) -> PeerText | None:
-    """Return the first row that an exception, as "TypeName: message", matches."""
+def _first_match(rows: Iterable[tuple[str, T, str]], text: str) -> T | None:
+    return next(
+        (means for pattern, means, _ in rows if re.search(pattern, text, re.IGNORECASE)), None
+    )
+
+
+def find_peer_origin(line: str) -> PeerOrigin | None:
+    """Return the origin of an exception, as "TypeName: message", that blames another rank."""
     # An aborted NCCL communicator appends why it was aborted, which may be the rank's own fault.
     _, _, reason = line.partition(_ABORT_REASON)
-    text = reason if reason.strip() else line
-    return next((row for row in PEER_TEXTS if row.pattern.search(text)), None)
+    return _first_match(_PEER_TEXTS, reason if reason.strip() else line)
 
 
-def find_native_text(stderr: str) -> NativeText | None:
+def find_native_error(stderr: str) -> NativeError | None:
     """Return the error that native code wrote to a rank's stderr before it ended the process."""
     matches = (
         [match for pattern in patterns if (match := pattern.search(stderr))]
@@ -248,14 +226,14 @@ def find_native_text(stderr: str) -> NativeText | None:
     line = stderr[start:].partition("\n")[0].strip()
     error = first.groupdict().get("error")
     if error is None:
-        return NativeText(line=line, origin="timeout")
-    peer = find_peer_text(f"DistBackendError: {error}")
+        return NativeError(origin="timeout", text=line)
+    peer = find_peer_origin(f"DistBackendError: {error}")
     if peer is not None:
-        return NativeText(line=line, origin=peer.origin)
+        return NativeError(origin=peer, text=line)
     kind = find_kind(f"DistBackendError: {error}")
     if kind is None and "CUDA error" in error:  # an illegal access, a device-side assert
         kind = "user-error"
-    return NativeText(line=line, origin="own", kind=kind)
+    return NativeError(origin="own", text=line, kind=kind)
 
 
 def says_that_it_ends(chunk: bytes) -> bool:
@@ -334,8 +312,8 @@ _KILLED_WORKER: Final = re.compile(
 
 
 def find_kind(line: str) -> FailureKind | None:
-    """Return the kind of the first row that an exception, as "TypeName: message", matches."""
-    return next((row.kind for row in KIND_TEXTS if row.pattern.search(line)), None)
+    """Return the kind of failure that an exception, as "TypeName: message", shows."""
+    return _first_match(_KIND_TEXTS, line)
 
 
 def find_signal_of_worker(line: str) -> int:

@@ -26,6 +26,7 @@ from ddpsafe._wire.exception_facts import (
     type_name_of,
     where_of,
 )
+from ddpsafe._wire.foreign_texts import NativeError as NativeError  # noqa: PLC0414, TC001 - one of the messages between nodes
 from ddpsafe._wire.rank_pipe import Progress
 from ddpsafe._wire.spec import read_log
 
@@ -570,21 +571,6 @@ Message = (
 Status = Literal["returned", "raised", "exited", "killed", "stopped", "running"]
 """``stopped``: ended by the launcher, so it shows nothing about the rank itself. `RankOutcome.state` shows
 whether a rank was suspended by SIGSTOP."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NativeError:
-    """What native code, such as NCCL's watchdog, wrote to stderr before it ended its process.
-
-    Attributes:
-        origin: Whether it blames another rank, and how.
-        text: The line.
-        kind: The kind of failure, if the rank itself failed and the text shows it.
-    """
-
-    origin: Origin
-    text: str
-    kind: FailureKind | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

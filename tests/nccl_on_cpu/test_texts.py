@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import pytest
 from nccl_programs import TIMED_OUT, nccl2_words
 
-from ddpsafe._launcher.diagnosis.rank_readings import read_native_error, read_position
+from ddpsafe._launcher.diagnosis.rank_readings import read_position
 from ddpsafe._wire.foreign_texts import (
     WatchdogPlace,
     find_kind,
-    find_native_text,
-    find_peer_text,
+    find_native_error,
+    find_peer_origin,
     read_places,
     says_that_it_ends,
 )
@@ -48,8 +48,7 @@ DIST = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, "
 )  # fmt: skip
 def test_exceptions_that_blame_another_rank_are_recognised(text: str, origin: str | None) -> None:
     """An NCCL error about a lost peer or a wait does not blame the rank that raises it."""
-    found = find_peer_text(text)
-    assert (None if found is None else found.origin) == origin
+    assert find_peer_origin(text) == origin
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_last_message_of_a_rank_is_evidence_like_an_exception(
     stderr: str, origin: str | None, kind: FailureKind | None
 ) -> None:
     """A watchdog's timeout was a wait for others; any other reason has its own kind and origin."""
-    found = read_native_error(stderr)
+    found = find_native_error(stderr)
     assert (
         (origin, kind) == (None, None)
         if found is None
@@ -235,7 +234,7 @@ def test_nccl_of_torch_2_15_says_why_it_aborts(
     reason: str, before: str, origin: str, kind: FailureKind | None
 ) -> None:
     """It has other words than the first implementation, and the error of CUDA stands on a line before."""
-    found = find_native_text(nccl2_words(0, reason, before))
+    found = find_native_error(nccl2_words(0, reason, before))
     assert found is not None
     assert (found.origin, found.kind) == (origin, kind)
 
@@ -243,6 +242,6 @@ def test_nccl_of_torch_2_15_says_why_it_aborts(
 @pytest.mark.parametrize(("error", "origin"), [(REMOTE, "peer-lost"), (ECC, "own")])
 def test_first_error_of_nccl_decides_not_the_timeouts_that_follow(error: str, origin: str) -> None:
     """A remote error comes first, then the timeout of what was enqueued behind it."""
-    found = find_native_text(thrown(error) + timed_out(0, 9, 9, 8))
+    found = find_native_error(thrown(error) + timed_out(0, 9, 9, 8))
     assert found is not None
     assert found.origin == origin

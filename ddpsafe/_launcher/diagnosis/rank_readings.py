@@ -22,13 +22,12 @@ from ddpsafe._clock import Deadline
 from ddpsafe._launcher.processes.descendants import command_of, describe_program
 from ddpsafe._launcher.processes.rank_process import RankReading, StackReading
 from ddpsafe._wire.exception_facts import DUMPED_CALL, find_own_files, is_point_to_point
-from ddpsafe._wire.foreign_texts import find_native_text, read_places
+from ddpsafe._wire.foreign_texts import find_native_error, read_places
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
     BeforeFirstEnd,
     Collective,
     Frame,
-    NativeError,
     Position,
 )
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
@@ -119,7 +118,7 @@ def collect(processes: Sequence[RankProcess]) -> dict[int, RankReading]:
         readings[process.rank] = replace(
             reading,
             place=read_crash(stderr),
-            native=read_native_error(stderr),
+            native=find_native_error(stderr),
             position=read_position(stderr, reading.position),
         )
     return readings | {
@@ -524,14 +523,6 @@ def is_endless_recursion(text: str) -> bool:
     frames = _main_thread(dump) or max(map(_frames_of, _threads_of(dump)), key=len, default=[])
     functions = {(frame.file, frame.function) for frame in frames}
     return len(frames) >= _MAX_DUMPED_FRAMES and len(functions) <= _MAX_RECURSIVE_FUNCTIONS
-
-
-def read_native_error(stderr: str) -> NativeError | None:
-    """Find the error that native code wrote before it ended the process."""
-    text = find_native_text(stderr)
-    if text is None:
-        return None
-    return NativeError(origin=text.origin, text=text.line, kind=text.kind)
 
 
 def read_position(stderr: str, known: Position | None) -> Position | None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from ddpsafe._clock import Deadline
-from ddpsafe._launcher.diagnosis.rank_readings import read_native_error
-from ddpsafe._wire.foreign_texts import says_that_it_ends
+from ddpsafe._wire.foreign_texts import find_native_error, says_that_it_ends
 from ddpsafe._wire.messages import MAIN_GROUP, last_in_main
 
 if TYPE_CHECKING:
@@ -228,7 +227,7 @@ class StderrWatch:
                         is_announced = says_that_it_ends(file.read())
                     self._read[process.rank] = size
                     if is_announced:
-                        process.note_native(read_native_error(process.error_text()))
+                        process.note_native(find_native_error(process.error_text()))
 
 
 def _may_announce(process: RankProcess) -> bool:
