@@ -8,8 +8,9 @@ import socket
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import (
     STARTUP_KINDS,
@@ -37,7 +38,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
     from mmap import mmap
 
     from ddpsafe._errors import LaunchError
@@ -134,21 +135,14 @@ def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     }
 
 
-class EndRanks(Protocol):
-    """`shutdown.end_processes` for this launch, with ``timeouts.grace`` unless `grace` is given."""
-
-    def __call__(self, processes: Sequence[RankProcess], *, grace: timedelta = ...) -> None:
-        """End the ranks that still run, and everything that any rank has started."""
-
-
 @contextmanager
 def started_ranks(
     number: int, parts: LaunchParts, inbox: SignalInbox
-) -> Iterator[tuple[list[RankProcess], EndRanks]]:
+) -> Iterator[tuple[list[RankProcess], Callable[..., None]]]:
     """Start the ranks of this node for one attempt; leaving the context ends those still running.
 
     Yields:
-        The ranks, and the function that ends them.
+        The ranks, and `shutdown.end_processes` with the arguments of this launch.
 
     Raises:
         PreflightError: They could not be started.
@@ -171,11 +165,9 @@ def started_ranks(
                 reaper.remove_later(folder)
         store = stack.enter_context(open_store(reaper))
 
-        def end_ranks(
-            processes: Sequence[RankProcess], *, grace: timedelta = config.timeouts.grace
-        ) -> None:
-            shutdown.end_processes(processes, grace=grace, launch_id=plan.launch_id)
-
+        end_ranks = partial(
+            shutdown.end_processes, grace=config.timeouts.grace, launch_id=plan.launch_id
+        )
         processes = stack.enter_context(
             started_processes(
                 _specs(parts, number, store),
@@ -196,8 +188,8 @@ def started_ranks(
 def ask_where(processes: Sequence[RankProcess]) -> None:
     """Ask the ranks that are alive where they are, before they are ended.
 
-    If one of them is suspended, `rank_readings.collect` may leave all of them so; `EndRanks` resumes and
-    ends them.
+    If one of them is suspended, `rank_readings.collect` may leave all of them so; their end resumes
+    them.
     """
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(processes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from dataclasses import dataclass, field, replace
 from threading import Event
 from typing import TYPE_CHECKING
 
-from ddpsafe._launcher.node_memory import NodeMemory
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps
 
 if TYPE_CHECKING:
@@ -16,6 +17,36 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.plan import Calls, LaunchPlan
     from ddpsafe._launcher.processes.start import RunRank
     from ddpsafe._launcher.run_directory import RunDirectory
+
+
+class NodeMemory:
+    """Memory of the launcher in which the ranks of a node keep states of the training: two places for a state.
+
+    It outlives the ranks, so the next attempt restores from it, and it is gone with the launcher: no file
+    has a name. The files are empty until a rank writes into them.
+    `memfd_create` charges their pages to the control group of the rank that writes them, and needs no room
+    in /dev/shm.
+    """
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+        self.close = weakref.finalize(self, _close, self._fds)
+
+    def files(self, nproc: int) -> tuple[int, ...]:
+        """Return the descriptors in this process, slot by slot; none where the system has no such files."""
+        if not self._fds and hasattr(os, "memfd_create"):
+            try:
+                # Twice: manifest, state, the ranks' own parts, and for each rank one for its shards.
+                for _ in range(2 * (3 + nproc)):
+                    self._fds.append(os.memfd_create("ddpsafe-state"))
+            except OSError:  # the job runs without, and a Checkpointer that wants them says so
+                _close(self._fds)
+        return tuple(self._fds)
+
+
+def _close(fds: list[int]) -> None:
+    while fds:
+        os.close(fds.pop())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,17 +77,8 @@ class RunDirectory:
         return path
 
     def set_attempts_aside(self) -> None:
-        """Move the folders of all attempts into one: those that follow are counted from 1 again."""
-        below = self._logs_below
-        free = next(
-            folder
-            for number in itertools.count(1)
-            if not (folder := below / f"earlier-{number}").exists()
-        )
-        attempts = [*below.glob("attempt-*")]
-        free.mkdir(mode=0o700)
-        for folder in attempts:
-            folder.rename(free / folder.name)
+        """Move the folders of all attempts: those that follow are counted from 1 again."""
+        _set_aside(self._logs_below)
 
     def logs(
         self,
@@ -319,7 +310,7 @@ def _lock_file(path: Path) -> int | None:
 
 
 def _prepare(path: Path, logs_below: Path) -> RunDirectory:
-    _set_aside_earlier_attempts(logs_below)
+    _set_aside(logs_below)
     with tempfile.TemporaryFile(dir=path) as file:
         file.write(bytes(_PROBE_BYTES))  # an empty file fits on a full disk
         owner_uid = os.fstat(file.fileno()).st_uid
@@ -338,8 +329,8 @@ def _prepare(path: Path, logs_below: Path) -> RunDirectory:
     return RunDirectory(path, is_ours=False, owner_uid=owner_uid, logs_below=logs_below)
 
 
-def _set_aside_earlier_attempts(path: Path) -> None:
-    """Keep the logs of an earlier launch in the same directory: its failure may be why it is repeated."""
+def _set_aside(path: Path) -> None:
+    """Keep the logs of earlier attempts in the same directory: their failure may be why it is repeated."""
     earlier = sorted(path.glob("attempt-*"))
     if not earlier:
         return

@@ -20,7 +20,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ddpsafe
 from ddpsafe._errors import Explanation
-from ddpsafe._launcher.node_memory import NodeMemory
+from ddpsafe._launcher.launch_parts import NodeMemory
 from ddpsafe.checkpoint import Checkpointer, PerRank, _checksums, _directory, _memory, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
 from ddpsafe.checkpoint._memory import StateMemory

@@ -13,7 +13,7 @@ from nodes_kit import Case, finish_job, require_the_same, start_job
 from ddpsafe._launcher.nodes.links import find_broken_link
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.watch.deadlock_watch import describe_unanswered
-from ddpsafe._launcher.watch.unanswered import find_unanswered
+from ddpsafe._launcher.watch.idleness import find_unanswered
 from ddpsafe._wire.messages import Position, Raised, RankOutcome, Unanswered
 
 if TYPE_CHECKING:

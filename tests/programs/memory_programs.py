@@ -15,7 +15,7 @@ import psutil
 import torch
 
 import ddpsafe
-from ddpsafe._launcher.node_memory import NodeMemory
+from ddpsafe._launcher.launch_parts import NodeMemory
 from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE

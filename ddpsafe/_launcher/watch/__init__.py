@@ -3,8 +3,7 @@
 Each module imports only those before it::
 
     hang_detection  ranks that wait too long, have returned too early, or make no step
-    unanswered      connections to which the other host has stopped replying
-    idleness        whether ranks do nothing at all, or only start slowly
+    idleness        whether ranks do nothing at all, or have connections without a reply
     status_socket   the status of a running launch, for other processes of the same user
     deadlock_watch  proofs of a deadlock, warnings of a long wait, answers to `ddpsafe status`
     streams         writes to the caller's streams, which never block
