@@ -565,7 +565,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
         cause=likely,
-        fix=fix.format(host=root.hostname),
+        fix=fix.replace("{host}", root.hostname),
         details=details,
         logs=ended.log_of(root),
     )
