@@ -1117,11 +1117,10 @@ def test_conclusions_do_not_depend_on_ddpsafes_texts(
     """With every explanation in capitals, all rows have the same conclusion."""
     stock = Explanation.__init__
 
-    def loud(self: Explanation, what: str, **parts: Any) -> None:
-        parts = {
-            key: value.upper() if isinstance(value, str) else value for key, value in parts.items()
-        }
-        stock(self, what.upper(), **parts)
+    def loud(self: Explanation, *parts: Any, **named: Any) -> None:
+        parts = tuple(each.upper() if isinstance(each, str) else each for each in parts)
+        named |= {key: text.upper() for key, text in named.items() if isinstance(text, str)}
+        stock(self, *parts, **named)
 
     monkeypatch.setattr(Explanation, "__init__", loud)
     rows = [each.values[0] if not isinstance(each, Row) else each for each in ROWS]

@@ -179,6 +179,11 @@ _INTERRUPTED: Final[Advice] = (
     "find what signals process {pid} on {host}; Ctrl-C goes to the launcher, which ends all ranks.",
 )
 
+_EXITED_EARLY: Final[Advice] = (
+    "sys.exit(0) was called at {where} while the other ranks had work left.",
+    "remove that sys.exit(0), or let all ranks reach it together.",
+)
+
 _RECURSION: Final[Advice] = (
     "endless recursion: the stack at the crash repeats one function, or a few.",
     "give the function in the log below an end to its recursion, or make it a loop.",
@@ -217,6 +222,11 @@ _IN_A_CYCLE: Final[Advice] = (
 _OTHER_SIGNAL: Final[Advice] = (
     "another process sent it: a scheduler, another user, or the script itself.",
     "find the sender on {host}; ddpsafe itself ended no rank before this.",
+)
+
+_TOO_LONG: Final[Advice] = (
+    "the work takes longer than the timeout, or a rank hangs.",
+    "see where the ranks were; if they were busy, raise timeouts.{setting}.",
 )
 
 _IN_KERNEL: Final[Advice] = (
@@ -349,13 +359,16 @@ class EndedAttempt:
             return f"timeouts.{field} (auto{known})"
         return f"timeouts.{field} ({show_duration(value)})"
 
+    def names(self, ranks: Iterable[int]) -> str:
+        """Return the names of ranks with the world size."""
+        return f"{ranks_text(ranks)} (world_size {self.world_size})"
+
     def name(self, outcome: RankOutcome) -> str:
         """Return a rank's name with the world size, and with its node if there are several."""
-        size = f"world_size {self.world_size}"
         if self.nnodes == 1:
-            return f"rank {outcome.rank} ({size})"
+            return self.names([outcome.rank])
         place = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
-        return f"rank {outcome.rank} ({place}, {size})"
+        return f"rank {outcome.rank} ({place}, world_size {self.world_size})"
 
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Return on which host a rank was, in which phase, and when the attempt ended."""
@@ -411,7 +424,9 @@ class EndedAttempt:
     def timeout_error(
         self,
         setting: Limit,
-        message: Explanation,
+        what: str,
+        advice: Advice,
+        details: Sequence[str],
         *,
         missing: Iterable[RankOutcome],
         kind: FailureKind = "hang",
@@ -420,7 +435,7 @@ class EndedAttempt:
         stacks = {rank: where(outcome) for rank, outcome in self.outcomes.items()}
         cls = RendezvousTimeoutError if setting == "start" else LaunchTimeoutError
         return cls(
-            message,
+            Explanation(what, *advice, details, self.logs),
             **self.facts(),
             setting=setting,
             waited_s=self.ending.waited_s,
@@ -428,6 +443,12 @@ class EndedAttempt:
             stacks={rank: text for rank, text in stacks.items() if text},
             kind=kind,
         )
+
+
+def _filled(advice: Advice, rank: RankOutcome, **facts: str) -> Advice:
+    """Put the facts of a rank into the advice about it."""
+    likely, fix = (text.format(host=rank.hostname, pid=rank.pid, **facts) for text in advice)
+    return likely, fix
 
 
 def make_error(ended: EndedAttempt) -> LaunchError:
@@ -462,8 +483,7 @@ def unloadable(ended: EndedAttempt, rank: int, exc: Exception) -> RankFailedErro
     root = ended.outcomes[rank]
     message = Explanation(
         f"what {ended.name(root)} returned on {root.hostname}, {ended.when('unpicklable')}, "
-        "cannot be loaded here: "
-        f"{type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
+        f"cannot be loaded here: {type(exc).__name__}: {clip(str(exc), _MAX_MESSAGE)}",
         cause="it contains something that exists only in the rank, such as a process group.",
         fix="return plain data: numbers, strings, tensors, state dicts.",
         logs=ended.logs,
@@ -486,16 +506,14 @@ def _failed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> LaunchError:
     root, kind = cause.root, kind_of(raised)
     topic = find_topic(raised)
-    likely, fix = _BY_KIND.get(kind, _BY_KIND["user-error"])
-    if topic is not None:
-        likely, fix = _BY_TOPIC[topic]
+    advice = _BY_KIND.get(kind, _BY_KIND["user-error"]) if topic is None else _BY_TOPIC[topic]
     text = raised.message
     handled: list[str] = []
     if topic == "unfinished-reduction" and (handled := handled_errors([root], ended)):
-        likely, fix = _SWALLOWED
+        advice = _SWALLOWED
     if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
-        likely, fix = raised.explanation.cause or likely, raised.explanation.fix or fix
+        advice = (raised.explanation.cause or advice[0], raised.explanation.fix or advice[1])
     details = [f"at {raised.where}"] if raised.where else []
     if not raised.final and root.stack and root.in_collective is False:
         details.append(f"was still handling it at {root.stack}, in an except or a finally")
@@ -511,8 +529,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     quoted = f": {clip(text, _MAX_MESSAGE)}" if text else "."
     message = Explanation(
         f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{quoted}",
-        cause=likely,
-        fix=fix,
+        *advice,
         details=[*details, *handled, *other_ranks(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
@@ -532,40 +549,35 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root = cause.root
     number = -(root.exit_code or 0)
     kind: FailureKind = "killed"
-    likely, fix = _BY_SIGNAL.get(number, _OTHER_SIGNAL)
+    advice = _filled(_BY_SIGNAL.get(number, _OTHER_SIGNAL), root)
     if number == signal.SIGKILL and ended.oom_kills:
-        kind, (likely, fix) = "out-of-memory", ADVICE["DS-MEM-host-oom"]
+        kind, advice = "out-of-memory", _filled(ADVICE["DS-MEM-host-oom"], root)
     if is_endless_recursion(root.error_text()):
-        likely, fix = _RECURSION
+        advice = _RECURSION
     elif crashed_while_building_ddp(root.error_text()):
-        likely, fix = ADVICE["DS-DDP-debug-crash"]
+        advice = ADVICE["DS-DDP-debug-crash"]
     how = f"killed by {root.signal_name}"
     if root.native is not None:
-        how, number = (
-            f"ended by native code ({root.native.text[:_MAX_NATIVE_TEXT]})",
-            signal.SIGABRT,
-        )
+        how = f"ended by native code ({root.native.text[:_MAX_NATIVE_TEXT]})"
+        number = signal.SIGABRT
         if root.native.kind is not None:
             kind = root.native.kind
-            likely, fix = _BY_KIND[kind]
-            if kind == "user-error":
-                likely, fix = _ON_THE_GPU
+            advice = _ON_THE_GPU if kind == "user-error" else _BY_KIND[kind]
     if root.phase == "leaving":
         how += f" in what its {ended.code} had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
         handled = handled_errors(_first(root, ended), ended)
         # The shapes may differ because a rank has handled an error and so skipped a call.
-        if handled and (likely, fix) == _BY_SIGNAL[number]:
-            likely, fix = _SWALLOWED
+        if handled and advice == _BY_SIGNAL[number]:
+            advice = _SWALLOWED
         details += handled
         details += positions(
             ended, [out for out in ended.outcomes.values() if out.position is not None]
         )
     message = Explanation(
         f"{ended.name(root)} was {how} {ended.place(root, kind)}.",
-        cause=likely,
-        fix=fix.replace("{host}", root.hostname),
+        *advice,
         details=details,
         logs=ended.log_of(root),
     )
@@ -575,6 +587,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
 def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     root, raised = cause.root, cause.root.raised
     code = root.exit_code or 0
+    is_unknown = root.exit_code is None and raised is None
     likely = "sys.exit() or os._exit() was called in the rank"
     fix = f"{'let the script reach its end' if ended.is_script else 'return from the function'} for success; raise an exception to report a failure."
     if raised is not None and raised.exit_code is not None:
@@ -587,17 +600,9 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         elif raised.handled:
             likely += f", while it handled {raised.handled}"
             fix = "fix that line; if you let the exception through, its traceback is shown."
-    elif root.exit_code is None:
-        message = Explanation(
-            f"{ended.name(root)} ended before {ended.returned}, "
-            f"{ended.place(root, 'user-error')}; its exit status is unknown.",
-            cause="a SIGCHLD handler or an os.wait() in the launching program collected the exit status "
-            "before ddpsafe could.",
-            fix="let it wait only for its own children: os.waitpid(pid, …).",
-            details=[*last_output(root), *other_ranks(ended.outcomes.values(), cause)],
-            logs=ended.log_of(root),
-        )
-        return RankExitedError(message, **ended.rank_facts(root), exit_code=1)
+    elif is_unknown:
+        likely = "a SIGCHLD handler or an os.wait() in the launching program collected the exit status before ddpsafe could"
+        fix = "let it wait only for its own children: os.waitpid(pid, …)."
     elif root.phase == "leaving":
         likely = f"a thread or an exit function (atexit) that the {ended.code} had left running called os._exit()"
         fix = f"let it raise or return; what a rank does after its {ended.code} is part of the job."
@@ -612,19 +617,18 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         likely += ", or Python's fork server was killed, so the exit codes of its ranks are lost"
     likely += "."
     if code == 128 + signal.SIGINT and raised is not None and not raised.handled:
-        likely, fix = _INTERRUPTED
-        where_text = f" at {raised.where}" if raised.where else ""
-        likely, fix = likely.format(where=where_text), fix.format(pid=root.pid, host=root.hostname)
+        place = f" at {raised.where}" if raised.where else ""
+        likely, fix = _filled(_INTERRUPTED, root, where=place)
+    how = "ended" if is_unknown else f"exited with code {code}"
     message = Explanation(
-        f"{ended.name(root)} exited with code {code} "
-        f"{'after' if root.phase == 'leaving' else 'before'} {ended.returned}, "
-        f"{ended.place(root, 'user-error')}.",
+        f"{ended.name(root)} {how} {'after' if root.phase == 'leaving' else 'before'} {ended.returned}, "
+        f"{ended.place(root, 'user-error')}{'; its exit status is unknown' if is_unknown else ''}.",
         cause=likely,
         fix=fix,
         details=[*last_output(root), *other_ranks(ended.outcomes.values(), cause)],
         logs=ended.log_of(root),
     )
-    cls = RankLeftEarlyError if code == 0 else RankExitedError
+    cls = RankLeftEarlyError if code == 0 and not is_unknown else RankExitedError
     error = cls(message, **ended.rank_facts(root), exit_code=code or 1)
     if raised is not None and raised.handled:
         error.__cause__ = original_of(raised)
@@ -635,19 +639,15 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     """Return the error of a rank that returned while others still waited for it."""
     root = cause.root
     waiting = [outcome.rank for outcome in ended.outcomes.values() if outcome.status != "returned"]
-    likely, fix = cause.conclusion.advice
+    advice = cause.conclusion.advice
     kind = cause.conclusion.kind or "user-error"
     if root.exited_at:
-        likely = f"sys.exit(0) was called at {root.exited_at} while the other ranks had work left."
-        fix = "remove that sys.exit(0), or let all ranks reach it together."
+        advice = _filled(_EXITED_EARLY, root, where=root.exited_at)
     handled = handled_errors(_first(root, ended), ended)
-    if handled:
-        likely, fix = _SWALLOWED
     message = Explanation(
         f"{ended.name(root)} returned early on {root.hostname}, {ended.when(kind)}: "
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
-        cause=likely,
-        fix=fix,
+        *(_SWALLOWED if handled else advice),
         details=[*handled, *positions(ended)],
         logs=ended.logs,
     )
@@ -677,7 +677,6 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if cause.rule.name == "mismatch" and setting != "start":
         calls = [(out.rank, call) for out, call in cause.evidence.calls]
         return _mismatch_error(ended, root, calls, _calls_of(cause), setting)
-    likely, fix = _advice_on_hang(cause)
     place = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
     late = {out.rank: delay_s for out, delay_s in cause.evidence.late}
@@ -695,22 +694,21 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         f"; rank {rank} entered it {late[rank]:.1f} s after the first rank" for rank in also_late
     )
     kind: FailureKind = _kind_of_join(ended) if setting == "start" else conclusion.kind or "hang"
-    message = Explanation(
+    missing = [] if conclusion.blames == "nothing" else [root]
+    return ended.timeout_error(
+        setting,
         f"{ended.name(root)} {behaviour}{place}, on {root.hostname}, {ended.when(kind)}{awaited}.",
-        cause=likely.format(host=root.hostname),
-        fix=fix.format(host=root.hostname, pid=root.pid, setting=setting),
-        details=[
+        _filled(_advice_on_hang(cause), root, setting=setting),
+        [
             # They name the barrier, and how long each rank has waited there.
             *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
             *handled_errors([root], ended),
             *positions(ended),
             *last_traceback(root),
         ],
-        logs=ended.logs,
+        missing=[*missing, *(ended.outcomes[rank] for rank in also_late)],
+        kind=kind,
     )
-    missing = [] if conclusion.blames == "nothing" else [root]
-    missing += [ended.outcomes[rank] for rank in also_late]
-    return ended.timeout_error(setting, message, missing=missing, kind=kind)
 
 
 _ERROR_OF: Final[dict[type[LaunchError], Callable[[EndedAttempt, RootCause], LaunchError]]] = {
@@ -743,7 +741,7 @@ def _mismatch_error(
     """
     own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
-    likely, fix = CONCLUSIONS["mismatch"].advice
+    advice = CONCLUSIONS["mismatch"].advice
     behaviour = CONCLUSIONS["mismatch"].behaviour
     is_same = not own_call.is_own_wait and all(
         (family(call), call.number) == (family(own_call), own_call.number) for call in others
@@ -752,22 +750,22 @@ def _mismatch_error(
         name = f"{family(own_call)} number {own_call.number}"
         if len({call.root for _, call in calls} - {None}) < 2:  # noqa: PLR2004 - else they differ in that
             behaviour = f"passed a tensor of another shape to {name} than the others"
-            likely, fix = _OTHER_SHAPES
+            advice = _OTHER_SHAPES
         else:
             behaviour = f"named another root in {name} than other ranks"
-            likely, fix = _OTHER_ROOTS
+            advice = _OTHER_ROOTS
     if any(call.is_own_wait for _, call in calls):
         behaviour = "made another call than the others"
     if not is_same and any(call.caller == DDP_EVALUATION for _, call in calls):
-        likely, fix = _ON_ONE_RANK
+        advice = _ON_ONE_RANK
     elif len({bool(call.thread) for _, call in calls}) > 1:
-        likely, fix = _FROM_A_THREAD
+        advice = _FROM_A_THREAD
     elif any(call.is_own_wait and call.group.startswith(CHECKPOINTS) for _, call in calls):
-        likely, fix = _NOT_ON_ALL
+        advice = _NOT_ON_ALL
     handled = [] if is_same else handled_errors(_first(root, ended), ended)
     # An error that such a thread has died of follows from its call.
-    if handled and (likely, fix) != _FROM_A_THREAD:
-        likely, fix = _SWALLOWED
+    if handled and advice != _FROM_A_THREAD:
+        advice = _SWALLOWED
     ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
     for rank, call in calls:
         ranks_of[family(call)].append(ended.outcomes[rank])
@@ -789,14 +787,9 @@ def _mismatch_error(
             f"{_is_at(ended, side[0], called[side[0].rank])}"
             for name, side in sides.items()
         )
-    message = Explanation(
-        f"{what}, {ended.when('hang')}.",
-        cause=likely,
-        fix=fix,
-        details=[*details, *handled, *positions(ended)],
-        logs=ended.logs,
-    )
-    return ended.timeout_error(setting, message, missing=missing)
+    lines = [*details, *handled, *positions(ended)]
+    what = f"{what}, {ended.when('hang')}."
+    return ended.timeout_error(setting, what, advice, lines, missing=missing)
 
 
 def _is_at(ended: EndedAttempt, outcome: RankOutcome, called: Collective) -> str:
@@ -817,10 +810,7 @@ def _deadlock_error(
     """Return the error of a proven deadlock: the proof, then where the ranks were."""
     if proof.reason == "mismatch" and any(call.is_own_wait for _, call in proof.calls):
         proof = differ(_with_latecomers(proof.calls, ended))
-    proof_lines = [
-        what,
-        *(f"| {line}" for line in proof.lines()),
-    ]
+    proof_lines = [what, *(f"| {line}" for line in proof.lines())]
     if proof.reason == "mismatch":
         # The rule sees no roots, which only the ranks' stacks show.
         rank = cause.root.rank if cause.root.rank in proof.ranks else proof.ranks[-1]
@@ -832,17 +822,14 @@ def _deadlock_error(
         error.explanation = replace(message, details=(*proof_lines, *message.details))
         return error
     has_threads = any(wait.collective.thread for wait in proof.waits)
-    likely, fix = _FROM_A_THREAD if has_threads else _IN_A_CYCLE
-    message = Explanation(
-        f"{ranks_text(proof.ranks)} (world_size {ended.world_size}) wait for each other in "
-        f"collectives of different groups, {ended.when('hang')}.",
-        cause=likely,
-        fix=fix,
-        details=[*proof_lines, *positions(ended)],
-        logs=ended.logs,
+    return ended.timeout_error(
+        "collective",
+        f"{ended.names(proof.ranks)} wait for each other in collectives of different groups, "
+        f"{ended.when('hang')}.",
+        _FROM_A_THREAD if has_threads else _IN_A_CYCLE,
+        [*proof_lines, *positions(ended)],
+        missing=[ended.outcomes[rank] for rank in proof.ranks],
     )
-    missing = [ended.outcomes[rank] for rank in proof.ranks]
-    return ended.timeout_error("collective", message, missing=missing)
 
 
 def _with_latecomers(
@@ -875,39 +862,25 @@ def _stuck_gpu_error(ended: EndedAttempt, cause: RootCause, setting: Limit) -> L
     calls = {out.rank: call for out, call in stuck}
     started = [rank for rank, call in calls.items() if call.state == "started"]
     queued = [rank for rank in calls if rank not in started]
-    details = [
-        *positions(ended),
-        *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S),
-    ]
+    details = [*positions(ended), *_gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)]
     if started and queued:  # known only with TORCH_NCCL_ENABLE_TIMING=1
         details = [f"on the GPU of {ranks_text(queued)} it has not even started", *details]
-    likely, fix = cause.conclusion.advice
     behaviour = cause.conclusion.behaviour.format(newest=stuck[0][1])
-    message = Explanation(
-        f"{ranks_text(calls)} (world_size {ended.world_size}) {behaviour}, {ended.when('hang')}.",
-        cause=likely,
-        fix=fix.format(host=stuck[0][0].hostname),
-        details=details,
-        logs=ended.logs,
-    )
-    return ended.timeout_error(setting, message, missing=[])
+    what = f"{ended.names(calls)} {behaviour}, {ended.when('hang')}."
+    advice = _filled(cause.conclusion.advice, stuck[0][0])
+    return ended.timeout_error(setting, what, advice, details, missing=[])
 
 
 def _barrier_error(ended: EndedAttempt, texts: list[Explanation]) -> LaunchError:
     """Return the error of ranks that timed out at barriers while none is known to hang."""
     first, *others = texts
-    message = Explanation(
+    return ended.timeout_error(
+        "barrier",
         f"{first.what} ({ended.when('hang')})",
-        cause=first.cause,
-        fix=first.fix,
-        details=[
-            *(explanation.what for explanation in others),
-            *positions(ended),
-        ],
-        logs=ended.logs,
+        (first.cause, first.fix),
+        [*(explanation.what for explanation in others), *positions(ended)],
+        missing=[out for out in ended.outcomes.values() if not _has_raised(out, "barrier")],
     )
-    absent = [out for out in ended.outcomes.values() if not _has_raised(out, "barrier")]
-    return ended.timeout_error("barrier", message, missing=absent)
 
 
 def _has_raised(outcome: RankOutcome, setting: Limit) -> bool:
@@ -930,18 +903,24 @@ def _join_error(ended: EndedAttempt) -> LaunchError:
     missing = _find_early(ended) or [
         out for out in ended.outcomes.values() if out.phase == "joining"
     ]
-    names, kind = ranks_text(outcome.rank for outcome in missing), _kind_of_join(ended)
-    message = Explanation(
-        f"{names} (world_size {ended.world_size}) did not join within "
-        f"{ended.limit('start')}, {ended.when(kind)}.",
-        cause="slow imports, work at the top of the script, or a rank that hangs before it joins.",
-        fix="move heavy work "
-        f"{'below init_process_group' if ended.is_script else 'below the main guard or into the function'}, "
-        "or raise timeouts.start.",
-        details=[f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
-        logs=ended.logs,
+    kind = _kind_of_join(ended)
+    where_to = (
+        "below init_process_group"
+        if ended.is_script
+        else "below the main guard or into the function"
     )
-    return ended.timeout_error("start", message, missing=missing, kind=kind)
+    return ended.timeout_error(
+        "start",
+        f"{ended.names(out.rank for out in missing)} did not join within {ended.limit('start')}, "
+        f"{ended.when(kind)}.",
+        (
+            "slow imports, work at the top of the script, or a rank that hangs before it joins.",
+            f"move heavy work {where_to}, or raise timeouts.start.",
+        ),
+        [f"rank {out.rank} was {_DOING[out.phase]} {where(out)}" for out in missing],
+        missing=missing,
+        kind=kind,
+    )
 
 
 def _kind_of_join(ended: EndedAttempt) -> FailureKind:
@@ -968,44 +947,38 @@ def _too_long_error(
     ]
     blames_one = cause.conclusion.blames == "rank"
     missing = [cause.root] if blames_one else (running or [cause.root])
-    names = ranks_text(outcome.rank for outcome in missing)
-    likely, fix = (
-        _advice_on_hang(cause)
-        if blames_one
-        else (
-            "the work takes longer than the timeout, or a rank hangs.",
-            f"see where the ranks were; if they were busy, raise timeouts.{setting}.",
-        )
-    )
-    message = Explanation(
-        f"{names} (world_size {ended.world_size}) {behaviour} {ended.limit(setting)}, "
+    advice = _advice_on_hang(cause) if blames_one else _TOO_LONG
+    return ended.timeout_error(
+        setting,
+        f"{ended.names(out.rank for out in missing)} {behaviour} {ended.limit(setting)}, "
         f"{ended.when('hang')}.",
-        cause=likely.format(host=missing[0].hostname),
-        fix=fix.format(host=missing[0].hostname, pid=missing[0].pid, setting=setting),
-        details=[*_calls_of(cause), *positions(ended)],
-        logs=ended.logs,
+        _filled(advice, missing[0], setting=setting),
+        [*_calls_of(cause), *positions(ended)],
+        missing=missing,
     )
-    return ended.timeout_error(setting, message, missing=missing)
 
 
 def _unfinished_error(ended: EndedAttempt) -> LaunchError:
     """Return the error for what ranks that have returned had not finished within `timeouts.finish`."""
     late = [ended.outcomes[rank] for rank in ended.ending.unfinished]
     have = "has" if len(late) == 1 else "have"
-    message = Explanation(
-        f"{ranks_text(ended.ending.unfinished)} (world_size {ended.world_size}) {have} returned, but "
-        f"what still ran in the background was not done within {ended.limit('finish')}, and was cut off, "
-        f"{ended.when('hang')}.",
-        cause=f"a thread, an executor, an exit function or a queue that the {ended.code} has left behind works "
-        "longer than that, or hangs.",
-        fix=f"wait for it before the {ended.code} ends, or raise timeouts.finish (None: no limit); a queue "
-        "whose sender was cut off may hold half an item, for which its reader waits for ever.",
-        details=[
-            f"rank {rank} waited for {what}" for rank, what in ended.ending.unfinished.items()
-        ],
-        logs=ended.logs,
+    return ended.timeout_error(
+        "finish",
+        f"{ended.names(ended.ending.unfinished)} {have} returned, but what still ran in the background was "
+        f"not done within {ended.limit('finish')}, and was cut off, {ended.when('hang')}.",
+        (
+            (
+                f"a thread, an executor, an exit function or a queue that the {ended.code} has left behind works "
+                "longer than that, or hangs."
+            ),
+            (
+                f"wait for it before the {ended.code} ends, or raise timeouts.finish (None: no limit); a queue "
+                "whose sender was cut off may hold half an item, for which its reader waits for ever."
+            ),
+        ),
+        [f"rank {rank} waited for {what}" for rank, what in ended.ending.unfinished.items()],
+        missing=late,
     )
-    return ended.timeout_error("finish", message, missing=late)
 
 
 # ---- lines on each rank ----
