@@ -50,5 +50,5 @@ def require_backend(backend: str) -> None:
         )
         write = suggest(backend, known)
         raise_config_error(
-            [ConfigProblem(field="backend", given=show(backend), why=why, write=write)]
+            ConfigProblem(field="backend", given=show(backend), why=why, write=write)
         )

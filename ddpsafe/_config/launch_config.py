@@ -264,14 +264,12 @@ class LaunchConfig(BaseSettings):
             return cls(**fields)
         if not isinstance(config, LaunchConfig):
             raise_config_error(
-                [
-                    ConfigProblem(
-                        field="config",
-                        given=show_at((), config),
-                        why=f"expected a LaunchConfig, got a {type(config).__name__}",
-                        write="config=LaunchConfig(...), or the fields as keyword arguments",
-                    )
-                ]
+                ConfigProblem(
+                    field="config",
+                    given=show_at((), config),
+                    why=f"expected a LaunchConfig, got a {type(config).__name__}",
+                    write="config=LaunchConfig(...), or the fields as keyword arguments",
+                )
             )
         given = _set_fields(config)
         for name, value in _parts_as_tables(dict(fields)).items():
@@ -348,8 +346,10 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
     ]
     if foreign:
         raise_config_error(
-            ConfigProblem(field=name, given=show_at([name], fields[name]), why=why, write=write)
-            for name in foreign
+            *(
+                ConfigProblem(field=name, given=show_at([name], fields[name]), why=why, write=write)
+                for name in foreign
+            )
         )
 
 
@@ -399,7 +399,7 @@ def _build(
     problems += slipped_variables(model.model_fields)
     problems += implicit_file_problems(file)
     if problems:
-        raise_config_error(problems)
+        raise_config_error(*problems)
 
 
 def _is_in(location: Sequence[int | str], table: Mapping[str, object]) -> bool:

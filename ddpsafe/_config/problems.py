@@ -129,7 +129,7 @@ class Part(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise_config_error(problems_of(error, type(self)))
+            raise_config_error(*problems_of(error, type(self)))
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -212,14 +212,13 @@ def find_near(word: object, choices: Iterable[str], *, cutoff: float = 0.6) -> s
     return folded[near[0]] if near else None
 
 
-def raise_config_error(problems: Iterable[ConfigProblem]) -> NoReturn:
+def raise_config_error(*problems: ConfigProblem) -> NoReturn:
     """Raise one `ConfigError` that lists all problems."""
-    all_problems = tuple(problems)
-    count = "1 problem" if len(all_problems) == 1 else f"{len(all_problems)} problems"
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     what = f"The configuration has {count}; nothing was started."
-    lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems, start=1)]
+    lines = [f"{number}. {problem}" for number, problem in enumerate(problems, start=1)]
     # With its cause, a traceback would first show pydantic's own list of the same problems.
-    raise ConfigError(Explanation(what, details=lines), problems=all_problems) from None
+    raise ConfigError(Explanation(what, details=lines), problems=problems) from None
 
 
 def problems_of(

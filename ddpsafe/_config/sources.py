@@ -163,7 +163,7 @@ def read_explain_rules() -> list[Path]:
             write='rules = ["rules/acme.toml"] under [tool.ddpsafe.explain]',
             source=str(file),
         )
-        raise_config_error([problem])
+        raise_config_error(problem)
     return [Path(name) for name in rules]
 
 
@@ -252,4 +252,4 @@ def _refuse_file(path: object, why: str) -> NoReturn:
         why=why,
         write="the path of a TOML file with a table [tool.ddpsafe], e.g. `nproc_per_node = 4` in it",
     )
-    raise_config_error([problem])
+    raise_config_error(problem)
