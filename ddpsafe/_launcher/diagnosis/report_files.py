@@ -18,7 +18,7 @@ from ddpsafe._launcher.diagnosis.stragglers import find_stragglers_of
 from ddpsafe._wire.spec import open_log, read_log
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ddpsafe._errors import LaunchError
     from ddpsafe._wire.messages import RankOutcome
@@ -31,6 +31,13 @@ RANKS: Final = "ranks.json"
 
 _FACTS: Final = ("attempt", "attempts", "rank", "waited_s", "missing_ranks")
 """The attributes of the error that ``report.json`` has, where the error has them."""
+
+_FACTS_OF_RANK: Final = (
+    *("rank", "local_rank", "hostname", "pid", "status", "phase", "exit_code", "steps", "state"),
+    *("in_collective", "stdout", "stderr"),
+)
+_FACTS_OF_ERROR: Final = ("message", "where", "origin", "traceback")
+_FACTS_OF_CALL: Final = ("group", "number", "name", "sizes", "done")
 
 _RULE: Final = "=" * 78
 
@@ -153,37 +160,17 @@ def _timeline(outcome: RankOutcome, start_ns: int) -> dict[str, float]:
 def _facts_of_rank(outcome: RankOutcome) -> dict[str, Any]:
     raised, position = outcome.raised, outcome.position
     return {
-        "rank": outcome.rank,
-        "local_rank": outcome.local_rank,
-        "hostname": outcome.hostname,
-        "pid": outcome.pid,
-        "status": outcome.status,
-        "phase": outcome.phase,
-        "exit_code": outcome.exit_code,
+        **_attributes(outcome, _FACTS_OF_RANK),
         "signal": outcome.signal_name,
-        "steps": outcome.steps,
         "resumed_from": outcome.progress.resumed_from,
-        "state": outcome.state,
         "where": where(outcome),
-        "in_collective": outcome.in_collective,
-        "raised": raised
-        and {
-            "type": raised.type_name,
-            "message": raised.message,
-            "where": raised.where,
-            "origin": raised.origin,
-            "traceback": raised.traceback,
-        },
+        "raised": raised and {"type": raised.type_name, **_attributes(raised, _FACTS_OF_ERROR)},
         "collectives": [
-            {
-                "group": call.group,
-                "number": call.number,
-                "name": call.name,
-                "sizes": call.sizes,
-                "done": call.done,
-            }
+            _attributes(call, _FACTS_OF_CALL)
             for call in (() if position is None else position.collectives)
         ],
-        "stdout": outcome.stdout,
-        "stderr": outcome.stderr,
     }
+
+
+def _attributes(holder: object, names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(holder, name) for name in names}
