@@ -45,29 +45,21 @@ def require_may_have_children() -> None:
     """
     process = multiprocessing.current_process()
     if process.daemon:
-        raise ConfigError(
-            Explanation(
-                f"{process.name} is a daemonic process, which may not have children: it cannot "
-                "start any ranks.",
-                cause="it is a worker of multiprocessing.Pool, a DataLoader or Dask, or was started "
-                "with daemon=True.",
-                fix="launch from the main process, start this one with daemon=False, or use "
-                "concurrent.futures.ProcessPoolExecutor instead of the Pool; in a Dask worker set "
-                "distributed.worker.daemon: False.",
-            )
+        what = f"{process.name} is a daemonic process, which may not have children: it cannot start any ranks."
+        cause = "it is a worker of multiprocessing.Pool, a DataLoader or Dask, or was started with daemon=True."
+        fix = (
+            "launch from the main process, start this one with daemon=False, or use "
+            "concurrent.futures.ProcessPoolExecutor instead of the Pool; in a Dask worker set "
+            "distributed.worker.daemon: False."
         )
-
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
     method = multiprocessing.get_start_method(allow_none=True)
     if method not in (None, "fork", "spawn", "forkserver"):
         # A new process inherits the name of the method, and would fail with "cannot find context".
-        raise ConfigError(
-            Explanation(
-                f"the start method of {process.name} is {method!r}, which a new process does not "
-                "know: it cannot start any ranks.",
-                cause="it is a worker of joblib or loky, or a library has added a start method.",
-                fix="call multiprocessing.set_start_method('spawn', force=True) before the launch.",
-            )
-        )
+        what = f"the start method of {process.name} is {method!r}, which a new process does not know: it cannot start any ranks."
+        cause = "it is a worker of joblib or loky, or a library has added a start method."
+        fix = "call multiprocessing.set_start_method('spawn', force=True) before the launch."
+        raise ConfigError(Explanation(what, cause=cause, fix=fix))
 
 
 def require_main_guard() -> None:
@@ -183,8 +175,11 @@ def _require_fitting(
     fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any], style: CallStyle
 ) -> None:
     """Refuse arguments that do not fit the function; the context or the rank is the first of them."""
+    name = getattr(fn, "__qualname__", repr(fn))
+    passed, taken = ("context", "rank") if style == "launch" else ("rank", "context")
+    other = "spawn" if style == "launch" else "launch"
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-        what = f"{getattr(fn, '__qualname__', repr(fn))} is an async function or a generator."
+        what = f"{name} is an async function or a generator."
         cause = "calling it only creates an object; its body would not run."
         fix = "pass a plain function that runs this one with asyncio.run(…) or a loop."
         raise ConfigError(Explanation(what, cause=cause, fix=fix))
@@ -195,19 +190,14 @@ def _require_fitting(
     try:
         signature.bind(None, *args, **kwargs)
     except TypeError as exc:
-        name = getattr(fn, "__qualname__", repr(fn))
-        first, other = ("the context", "spawn") if style == "launch" else ("the rank", "launch")
-        what = f"{name}{signature} cannot be called with {first} and {len(args)} arguments: {exc}."
-        cause = f"{style} passes {first} first, then args."
-        fix = f"add a first parameter for {first}, check args=…, or use ddpsafe.{other}."
+        what = f"{name}{signature} cannot be called with the {passed} and {len(args)} arguments: {exc}."
+        cause = f"{style} passes the {passed} first, then args."
+        fix = f"add a first parameter for the {passed}, check args=…, or use ddpsafe.{other}."
         raise ConfigError(Explanation(what, cause=cause, fix=fix)) from None
     # A context passed as the rank would not fail: `if rank == 0:` is false on every rank, so that
     # nothing would be saved.
     first_parameter = next(iter(signature.parameters.values()), None)
     if first_parameter is not None and _takes_the_other(first_parameter, style):
-        name = getattr(fn, "__qualname__", repr(fn))
-        passed, taken = ("context", "rank") if style == "launch" else ("rank", "context")
-        other = "spawn" if style == "launch" else "launch"
         what = f"{name}{signature} takes a {taken} first, but {style} passes the {passed}."
         cause = f"the function was written for {'mp.spawn' if style == 'launch' else 'launch'}."
         fix = f"call ddpsafe.{other}, or take the {passed} first"
