@@ -113,11 +113,8 @@ class PointToPoint(NamedTuple):
 
 def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
     """Return the send or receive of torch that a traceback comes from."""
-    call = None
-    while tb is not None:
-        call = _read_point_to_point(tb.tb_frame) or call
-        tb = tb.tb_next
-    return call
+    calls = [_read_point_to_point(frame) for frame, _ in traceback.walk_tb(tb)]
+    return next(filter(None, reversed(calls)), None)
 
 
 def point_to_point_in(frame: FrameType | None) -> PointToPoint | None:
@@ -197,11 +194,9 @@ _TAIL_BYTES: Final = 1 << 14
 def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
     tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
     workers: Sequence[BaseProcess] = ()
-    while tb is not None and not workers:
-        frame = tb.tb_frame
-        if frame.f_code.co_filename.endswith(_DATALOADER):
+    for frame, _ in traceback.walk_tb(tb):
+        if frame.f_code.co_filename.endswith(_DATALOADER) and not workers:
             workers = workers_of(frame.f_locals.get("self"))
-        tb = tb.tb_next
     if workers and isinstance(exc, (ConnectionError, EOFError)):
         connection.wait([worker.sentinel for worker in workers], _WORKER_EXIT_WAIT_S)
     return next(
@@ -519,9 +514,9 @@ def _origin_of(exc: BaseException, depth: int) -> Origin:
         return "own"
     # torch raised it if its type, its text or the file that raised it is torch's. The user's own
     # connections fail with the same texts.
-    line, file, tb = line_of(exc, MAX_MESSAGE), "", exc.__traceback__
-    while tb is not None:
-        file, tb = tb.tb_frame.f_code.co_filename, tb.tb_next
+    line = line_of(exc, MAX_MESSAGE)
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(exc.__traceback__)]
+    file = files[-1] if files else ""
     if type(exc).__module__.partition(".")[0] != "torch" and not is_of_a_backend(line, file):
         return "own"
     return find_peer_origin(line) or "own"
