@@ -316,18 +316,16 @@ class Console:
         self._messages: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._is_closed_lock = threading.Lock()
         self._is_closed = False
-        self._tails: list[_Tail] = []
         shown = [process for process in processes if process.spec.logs.is_shown]
-        for process in shown:
-            logs = process.spec.logs
+        self._tails = [
+            _Tail(process, path, stream, name=name, show=show, is_alone=len(shown) == 1)
+            for process in shown
             for path, stream, name in (
-                (logs.stdout, sys.stdout, "stdout"),
-                (logs.stderr, sys.stderr, "stderr"),
-            ):
-                if stream is not None:  # a service may have none
-                    is_alone = len(shown) == 1
-                    tail = _Tail(process, path, stream, name=name, show=show, is_alone=is_alone)
-                    self._tails.append(tail)
+                (process.spec.logs.stdout, sys.stdout, "stdout"),
+                (process.spec.logs.stderr, sys.stderr, "stderr"),
+            )
+            if stream is not None  # a service may have none
+        ]
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpsafe-console", daemon=True)
         self._thread.start()
@@ -503,11 +501,8 @@ class Console:
         return shortened(rows, most - 1) if len(rows) > most else rows
 
     def _take_messages(self) -> list[str]:
-        messages: list[str] = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                messages.append(self._messages.get_nowait())
-        return messages
+        # Only one thread takes messages at a time.
+        return [self._messages.get_nowait() for _ in range(self._messages.qsize())]
 
     def _starting_row(self) -> list[str]:
         """Return the line of the start as a row; if there are no rows, write it every half minute."""

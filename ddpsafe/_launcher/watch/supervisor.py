@@ -163,9 +163,7 @@ class AttemptWatch:
     ) -> None:
         self._processes = processes
         self._peers = Peers() if peers is None else peers
-        others = self._peers.ranks
-        ranks: Sequence[RankState] = [*processes, *others]
-        self._ranks = ranks
+        ranks = self._ranks = [*processes, *self._peers.ranks]
         self._timeouts = timeouts
         self._inbox = inbox
         self._clock = AwakeClock()
@@ -188,7 +186,7 @@ class AttemptWatch:
         self._live = LiveWatch(
             processes,
             clock=self._clock,
-            others=others,
+            others=self._peers.ranks,
             tell=self._peers.tell,
             requests=self._peers.status_requests(),
         )
