@@ -137,13 +137,13 @@ def open_log(path: Path | str, flags: int, *, owner_uid: int | None = None) -> i
     return file
 
 
-def read_log(path: Path | str) -> str:
-    """Return the last megabyte of a rank's file as text; an empty string if it cannot be read."""
+def read_log(path: Path | str, most_bytes: int = _READ_BYTES) -> str:
+    """Return the end of a rank's file as text, a megabyte by default; empty if it cannot be read."""
     # A rank may have written gigabytes; what it wrote about its end is in the last megabyte.
     try:
         with open(open_log(path, os.O_RDONLY), "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _READ_BYTES))
-            return file.read(_READ_BYTES).decode("utf-8", "replace").replace("\r\n", "\n")
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            return file.read(most_bytes).decode("utf-8", "replace").replace("\r\n", "\n")
     except OSError:
         return ""
 

@@ -7,13 +7,12 @@ ranks' logs of each attempt. So it can be made later or on another machine.
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._launcher.diagnosis.report_files import RANKS, replace_file
 from ddpsafe._page import draw_page
-from ddpsafe._wire.spec import open_log
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -159,7 +158,7 @@ def _attempt(path: Path) -> dict[str, Any]:
 
 def _rank(facts: Facts, folder: Path) -> dict[str, Any]:
     stem = folder / f"rank-{facts.get('rank')}"
-    output = _tail(stem.with_suffix(".err"), _OUTPUT_BYTES)
+    output = read_log(stem.with_suffix(".err"), _OUTPUT_BYTES)
     collectives = facts.get("collectives") or []
     last = collectives[-1] if collectives else None
     return {
@@ -167,17 +166,8 @@ def _rank(facts: Facts, folder: Path) -> dict[str, Any]:
         "last": last
         and f"{'after' if last['done'] else 'in'} {last['name']} number {last['number']}",
         "output": "\n".join(output.splitlines()[-_OUTPUT_LINES:]),
-        "stacks": _tail(stem.with_suffix(".stacks"), _STACKS_BYTES).strip(),
+        "stacks": read_log(stem.with_suffix(".stacks"), _STACKS_BYTES).strip(),
     }
-
-
-def _tail(path: Path, size: int) -> str:
-    try:
-        with open(open_log(path, os.O_RDONLY), "rb") as file:  # noqa: PTH123 - a file descriptor
-            file.seek(max(0, os.fstat(file.fileno()).st_size - size))
-            return file.read(size).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _chart(ranks: Sequence[Facts]) -> dict[str, Any]:
