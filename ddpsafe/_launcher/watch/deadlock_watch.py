@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -42,7 +43,7 @@ from ddpsafe._launcher.diagnosis.wait_graph import (
 from ddpsafe._launcher.processes.rank_process import Activity, RankProcess
 from ddpsafe._launcher.watch.hang_detection import NewCollectives
 from ddpsafe._launcher.watch.idleness import IdleWatch
-from ddpsafe._launcher.watch.status_socket import Rates, StatusRequests, StatusSocket
+from ddpsafe._launcher.watch.status_socket import StatusRequests, StatusSocket
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
 from ddpsafe._wire.messages import Whereabouts
@@ -120,6 +121,7 @@ _KNOWN_STEPS: Final = 2
 _KNOWN_COLLECTIVES: Final = 3
 _MANY_COLLECTIVES: Final = 200
 _SHOWN_PLACES: Final = 8
+_RATE_LOOKS: Final = 17
 _SLOW_FILES: Final = (
     "/ddpsafe/checkpoint/",
     "/torch/serialization.py",
@@ -240,10 +242,6 @@ class DeadlockWatch:
     def is_asking(self) -> bool:
         """Whether ranks have been asked and may still answer."""
         return self._inquiry is not None
-
-    def state(self, rank: int) -> str:
-        """Return the state of a rank's main thread now, as ``ps`` shows it."""
-        return self._threads[rank].rank.activity().state
 
     def is_running(self) -> bool:
         """Return whether a main thread was running, or ready to run, at the last look."""
@@ -375,7 +373,7 @@ class LiveWatch:
         self._clock = clock
         self._settings = _fit(SETTINGS, max((rank.reports_every_s for rank in others), default=0.0))
         limit = None
-        if processes and "collective" not in processes[0].spec.timeouts.chosen:
+        if "collective" not in processes[0].spec.timeouts.chosen:
             limit = processes[0].spec.timeouts.collective
         self._deadlocks = DeadlockWatch(self._ranks, self._settings, now_s=clock(), limit=limit)
         self._idle = IdleWatch(processes, sample_s=self._settings.idle_sample_s)
@@ -392,24 +390,22 @@ class LiveWatch:
         self._collectives = NewCollectives()
         self.proof: Deadlock | None = None
         self.longest_s = 0.0
-        self._rates = Rates(clock)
-        self._socket = StatusSocket(Path(processes[0].spec.run_dir)) if processes else None
-        self._requests = [*requests, *([] if self._socket is None else [self._socket])]
+        # Of the last looks: when, and how many steps each rank had made.
+        self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=_RATE_LOOKS)
+        self._socket = StatusSocket(Path(processes[0].spec.run_dir))
+        self._requests = [*requests, self._socket]
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
         """Return the descriptors that become readable when another process asks for the status."""
-        return [] if self._socket is None else self._socket.handles()
+        return self._socket.handles()
 
     def close(self) -> None:
         """Stop answering other processes."""
-        if self._socket is not None:
-            self._socket.close()
+        self._socket.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
-        if not self._processes:
-            return math.inf
         if self._deadlocks.is_asking or self._inquiry is not None:
             return _LOOK_FOR_ANSWERS_S
         return max(0.0, self._next_look_s - self._clock())
@@ -417,8 +413,6 @@ class LiveWatch:
     def is_deadlocked(self) -> bool:
         """Look if it is time to; return whether the ranks are proved to wait for ever."""
         now_s = self._clock()
-        if not self._processes:
-            return False
         # A request for the status asks the ranks, too; requests that come before the answer share it.
         accepted = [requests.accept() for requests in self._requests]
         if any(wants_stacks is not None for wants_stacks in accepted):
@@ -430,7 +424,7 @@ class LiveWatch:
             return False
         self._next_look_s = now_s + self._settings.look_s
         progress = {rank.rank: rank.progress() for rank in self._ranks}
-        self._rates.note({rank: made.steps for rank, made in progress.items()})
+        self._steps.append((now_s, {rank: made.steps for rank, made in progress.items()}))
         if len(self._ranks) > 1:
             self.proof = self._deadlocks.look(now_s)
         else:
@@ -442,7 +436,9 @@ class LiveWatch:
         if seen != self._seen:
             self._seen = seen
             self._note_progress(now_s)
-        self._look_at_idleness(now_s)
+        # Unless they make steps or a main thread is running, measure whether the ranks do anything.
+        if not self._idle.look(now_s, is_running=self._deadlocks.is_running()):
+            self._has_looked = False
         self.longest_s = max(self.longest_s, *(made.longest_s for made in progress.values()))
         if self._inquiry is not None:
             self._end_inquiry(self._inquiry, now_s)
@@ -456,11 +452,6 @@ class LiveWatch:
             self._is_to_warn = False
             self._start_inquiry(now_s)
         return self.proof is not None
-
-    def _look_at_idleness(self, now_s: float) -> None:
-        """Measure whether the ranks do anything, unless they make steps or a main thread is running."""
-        if not self._idle.look(now_s, is_running=self._deadlocks.is_running()):
-            self._has_looked = False
 
     def _idle_s(self) -> float:
         """Return for how long all ranks of all nodes have been idle."""
@@ -553,19 +544,23 @@ class LiveWatch:
                     answers.get(rank.rank),
                     stacks.get(rank.rank, ()),
                     wants_stacks=self._wants_stacks,
-                    steps_per_s=self._rates.of(rank.rank),
+                    steps_per_s=self._steps_per_s(rank.rank),
                 )
                 for rank in sorted(self._ranks, key=lambda rank: rank.rank)
             ],
         }
 
+    def _steps_per_s(self, rank: int) -> float:
+        (first_s, first), (last_s, last) = self._steps[0], self._steps[-1]
+        return (last[rank] - first[rank]) / (last_s - first_s) if last_s > first_s else 0.0
+
     def _warn(
         self, answers: dict[int, Whereabouts], stacks: dict[int, list[Frame]], now_s: float
     ) -> None:
         frames: dict[int, Sequence[Frame]] = {
-            rank: answer.main_frames for rank, answer in answers.items()
+            **{rank: answer.main_frames for rank, answer in answers.items()},
+            **stacks,
         }
-        frames.update(stacks)
         outcomes = {
             rank.rank: outcome_of(
                 rank, rank.outcome(), answers.get(rank.rank), frames.get(rank.rank, ())

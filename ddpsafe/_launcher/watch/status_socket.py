@@ -12,12 +12,11 @@ import json
 import os
 import socket
 import struct
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     Facts = dict[str, Any]
 
@@ -183,25 +182,3 @@ def _short(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}" if has_proc else str(path)
     finally:
         os.close(folder)
-
-
-class Rates:
-    """The steps per second of each rank, from the step counters that the watch reads anyway."""
-
-    _KEPT: Final = 16
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._seen: list[tuple[float, dict[int, int]]] = []
-
-    def note(self, steps: dict[int, int]) -> None:
-        """Record how many steps each rank has made so far."""
-        self._seen = [*self._seen[-self._KEPT :], (self._clock(), steps)]
-
-    def of(self, rank: int) -> float:
-        """Return a rank's steps per second over the last `_KEPT` looks."""
-        if len(self._seen) < 2:  # noqa: PLR2004 - a rate takes two counts
-            return 0.0
-        (first_s, first), (last_s, last) = self._seen[0], self._seen[-1]
-        took_s = last_s - first_s
-        return (last.get(rank, 0) - first.get(rank, 0)) / took_s if took_s > 0 else 0.0
