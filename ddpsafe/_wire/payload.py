@@ -21,7 +21,7 @@ import struct
 import sys
 import types
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,19 +56,23 @@ class CannotTravelError(pickle.PicklingError):
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle ships no types
     """cloudpickle, but by name where possible, and strict about what must stay in its process."""
 
-    def __init__(
-        self, file: io.BytesIO, handles: list[object] | None, *, shares_tensors: bool = False
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=self._keep_in_stream)
-        self.buffers: list[memoryview] = []
+    def __init__(self, handles: list[object] | None, *, shares_tensors: bool = False) -> None:
+        self._file = io.BytesIO()
+        super().__init__(self._file, protocol=5, buffer_callback=self._keep_in_stream)
+        self._buffers: list[memoryview] = []
         self._handles = handles
         self._shares_tensors = shares_tensors
+
+    def pickled(self, obj: object) -> Pickled:
+        self.dump(obj)
+        stream, handles = memoryview(self._file.getvalue()), tuple(self._handles or ())
+        return Pickled(stream=stream, buffers=tuple(self._buffers), handles=handles)
 
     def _keep_in_stream(self, buffer: pickle.PickleBuffer) -> bool:
         raw = buffer.raw()
         if raw.nbytes < _LARGE_BYTES:
             return True
-        self.buffers.append(raw)
+        self._buffers.append(raw)
         return False
 
     def reducer_override(self, obj: Any) -> object:
@@ -174,21 +178,12 @@ def dumps_call(call: object, *, shares_tensors: bool = False) -> Pickled:
     Raises:
         Exception: Whatever the objects raise; `find_unpicklable` then finds where.
     """
-    handles: list[object] = []
-    file = io.BytesIO()
-    pickler = _Pickler(file, handles, shares_tensors=shares_tensors)
-    pickler.dump(call)
-    return Pickled(
-        stream=memoryview(file.getvalue()), buffers=tuple(pickler.buffers), handles=tuple(handles)
-    )
+    return _Pickler([], shares_tensors=shares_tensors).pickled(call)
 
 
 def dumps_result(value: object) -> Pickled:
     """Pickle the result of a rank; device tensors are moved to the CPU."""
-    file = io.BytesIO()
-    pickler = _ResultPickler(file, None)
-    pickler.dump(value)
-    return Pickled(stream=memoryview(file.getvalue()), buffers=tuple(pickler.buffers))
+    return _ResultPickler(None).pickled(value)
 
 
 def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
@@ -202,22 +197,16 @@ def loads(data: bytes | mmap.mmap, handles: tuple[object, ...] = ()) -> object:
     *buffers, stream = [view[start : start + length] for start, length in spans]
     if view.readonly:  # an array over such memory could not be written to
         buffers = [memoryview(bytearray(buffer)) for buffer in buffers]
-    with _using(handles):
+    token = _handles.set(handles)
+    try:
         return pickle.loads(stream, buffers=buffers)  # noqa: S301 - from our parent or child, never from a peer
+    finally:
+        _handles.reset(token)
 
 
 def map_file(fd: int, offset: int = 0) -> mmap.mmap:
     """Map a file for `loads`; writes to the memory stay in this process."""
     return mmap.mmap(fd, 0, access=mmap.ACCESS_COPY, offset=offset)
-
-
-@contextmanager
-def _using(handles: tuple[object, ...]) -> Iterator[None]:
-    token = _handles.set(handles)
-    try:
-        yield
-    finally:
-        _handles.reset(token)
 
 
 def _handle(index: int) -> object:
