@@ -442,7 +442,7 @@ BUDGETS: Final = {
     "ddpsafe/_job": (3_170, "the channel, the endpoint and the network that all parts use"),
     "ddpsafe/_launcher": (11_090, "52 rows of guarantees.md: start, watch, diagnosis, report"),
     "ddpsafe/_launcher/nodes": (5_050, "12 rows: who takes part, and one result on all nodes"),
-    "ddpsafe/_wire": (2_680, "what crosses a process, as plain data"),
+    "ddpsafe/_wire": (2_670, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (5_930, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
         6_240,

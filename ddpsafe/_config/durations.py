@@ -28,15 +28,17 @@ SHORTEST: Final = timedelta(milliseconds=1)
 LONGEST: Final = timedelta(days=365)
 """Longer than any job, and far below the 292 years at which nanosecond clocks overflow."""
 
-_UNITS_S: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SPELLINGS: Final = {
-    "ms": ("ms", "millisecond", "milliseconds"),
-    "s": ("", "s", "sec", "secs", "second", "seconds"),
-    "m": ("m", "min", "mins", "minute", "minutes"),
-    "h": ("h", "hr", "hrs", "hour", "hours"),
-    "d": ("d", "day", "days"),
+    0.001: "ms millisecond milliseconds",
+    1.0: "s sec secs second seconds",
+    60.0: "m min mins minute minutes",
+    3600.0: "h hr hrs hour hours",
+    86400.0: "d day days",
 }
-_UNIT_OF: Final = {word: _UNITS_S[unit] for unit, words in _SPELLINGS.items() for word in words}
+_UNIT_OF: Final = {
+    "": 1.0,
+    **{word: s for s, words in _SPELLINGS.items() for word in words.split()},
+}
 _TEXT: Final = re.compile(r"\s*([+-]?[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
 _MAX_CHARS: Final = 64
 _HOW: Final = 'seconds as a number (30), or a string such as "30s", "5min", "1h", "2 days"'

@@ -210,16 +210,14 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
     if not has_asked or not is_failure or is_retried(error, policy):
         return
     if error.kind in policy.on:
-        _add_why_not(
-            error,
-            f"the training code had begun, and {error.kind!r} covers only failures before that.",
-        )
+        why = f"the training code had begun, and {error.kind!r} covers only failures before that."
     elif error.kind not in DETERMINISTIC:
-        _add_why_not(error, f"RetryPolicy.on does not name the kind {error.kind!r}.")
+        why = f"RetryPolicy.on does not name the kind {error.kind!r}."
     elif error.kind == "user-error" and not _is_mistake(error.__cause__):
-        _add_why_not(
-            error, "RetryPolicy.on lists neither this exception type nor a base class of it."
-        )
+        why = "RetryPolicy.on lists neither this exception type nor a base class of it."
+    else:
+        return
+    _add_why_not(error, why)
 
 
 def _is_mistake(raised: BaseException | None) -> bool:

@@ -42,7 +42,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
 from ddpsafe._text import name_cells, ranks_text
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_facts import clip, find_own_files
+from ddpsafe._wire.exception_facts import DUMPED_CALL, clip, find_own_files
 from ddpsafe._wire.foreign_texts import (
     crashed_while_building_ddp,
     find_handled_errors,
@@ -75,7 +75,6 @@ _SHOWN_RANKS: Final = 16
 _SHOWN_BARRIERS: Final = 4
 """The lines of the ranks that timed out at one barrier differ only in the rank."""
 _SUMMARY_WIDTH: Final = 100
-_FRAME: Final = re.compile(r'^\s*File "(?P<file>.+)", line \d+ in ')
 
 _BY_KIND: Final[dict[FailureKind, Advice]] = {
     "user-error": (
@@ -509,7 +508,9 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     advice = _BY_KIND.get(kind, _BY_KIND["user-error"]) if topic is None else _BY_TOPIC[topic]
     text = raised.message
     handled: list[str] = []
-    if topic == "unfinished-reduction" and (handled := handled_errors([root], ended)):
+    if topic == "unfinished-reduction" and (
+        handled := handled_errors(root, ended, or_others=False)
+    ):
         advice = _SWALLOWED
     if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
@@ -567,7 +568,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         how += f" in what its {ended.code} had left running (a thread, a queue, an exit function)"
     details = [*last_output(root), *other_ranks(ended.outcomes.values(), cause)]
     if number == signal.SIGABRT:  # gloo aborts if the ranks pass different shapes
-        handled = handled_errors(_first(root, ended), ended)
+        handled = handled_errors(root, ended)
         # The shapes may differ because a rank has handled an error and so skipped a call.
         if handled and advice == _BY_SIGNAL[number]:
             advice = _SWALLOWED
@@ -643,7 +644,7 @@ def _returned_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     kind = cause.conclusion.kind or "user-error"
     if root.exited_at:
         advice = _filled(_EXITED_EARLY, root, where=root.exited_at)
-    handled = handled_errors(_first(root, ended), ended)
+    handled = handled_errors(root, ended)
     message = Explanation(
         f"{ended.name(root)} returned early on {root.hostname}, {ended.when(kind)}: "
         f"{ranks_text(waiting)} {_were(waiting)} still waiting for it.",
@@ -702,7 +703,7 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         [
             # They name the barrier, and how long each rank has waited there.
             *(explanation.what for explanation in at_barriers[:_SHOWN_BARRIERS]),
-            *handled_errors([root], ended),
+            *handled_errors(root, ended, or_others=False),
             *positions(ended),
             *last_traceback(root),
         ],
@@ -762,7 +763,7 @@ def _mismatch_error(
         advice = _FROM_A_THREAD
     elif any(call.is_own_wait and call.group.startswith(CHECKPOINTS) for _, call in calls):
         advice = _NOT_ON_ALL
-    handled = [] if is_same else handled_errors(_first(root, ended), ended)
+    handled = [] if is_same else handled_errors(root, ended)
     # An error that such a thread has died of follows from its call.
     if handled and advice != _FROM_A_THREAD:
         advice = _SWALLOWED
@@ -1086,7 +1087,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     output, _, stacks = outcome.error_text().partition(CRASH)
     lines = output.splitlines()[-_STDERR_LINES:]
     frames = [
-        (frame["file"], line) for line in stacks.splitlines() if (frame := _FRAME.match(line))
+        (frame["file"], line) for line in stacks.splitlines() if (frame := DUMPED_CALL.match(line))
     ]
     own = find_own_files(file for file, _ in reversed(frames))
     lines += [line for file, line in frames if file in own]
@@ -1095,23 +1096,25 @@ def last_output(outcome: RankOutcome) -> list[str]:
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:_STDERR_WIDTH]}" for line in lines)]
 
 
-def _first(root: RankOutcome, ended: EndedAttempt) -> list[RankOutcome]:
-    """Return the ranks, the one that is named first."""
-    return sorted(ended.outcomes.values(), key=lambda outcome: outcome is not root)
-
-
-def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list[str]:
-    """Return the last lines of the first of some ranks that has written of an error that it handled.
+def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = True) -> list[str]:
+    """Return the last lines of the root, or else another rank, that has written of an error that it handled.
 
     An error that an ``except`` swallows leaves nothing else behind, and then the ranks are out of step.
     """
-    lines_of = {rank: _lines_about_errors(outcome) for rank, outcome in ended.outcomes.items()}
+    lines_of = {
+        rank: [
+            *find_handled_errors(outcome.error_text()),
+            *find_handled_errors(read_log(outcome.stdout) if outcome.stdout else ""),
+        ]
+        for rank, outcome in ended.outcomes.items()
+    }
     alike = [{_NUMBER.sub("", line) for line in lines} for lines in lines_of.values()]
     # What every rank has written does not explain why they differ.
     by_all = set.intersection(*alike) if len(alike) > 1 else set()
-    for outcome in outcomes:
+    others = [out for out in ended.outcomes.values() if out is not root] if or_others else []
+    for outcome in (root, *others):
         raised = outcome.raised
-        if raised is not None and outcome is not outcomes[0]:
+        if raised is not None and outcome is not root:
             continue  # it has written about the error that ended it
         own = "" if raised is None else raised.type_name.rpartition(".")[2]
         lines = [
@@ -1123,11 +1126,6 @@ def handled_errors(outcomes: Sequence[RankOutcome], ended: EndedAttempt) -> list
             ends = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
             return [f"rank {outcome.rank} has written about an error, and continued:", *ends]
     return []
-
-
-def _lines_about_errors(outcome: RankOutcome) -> list[str]:
-    texts = [outcome.error_text(), read_log(outcome.stdout) if outcome.stdout else ""]
-    return [line for text in texts for line in find_handled_errors(text)]
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import operator
 import os
 import struct
 from pathlib import Path
@@ -194,7 +195,7 @@ class IdleWatch:
         self._processes = processes
         self._sample_s = sample_s
         self._last: Mapping[int, Usage | None] = {}
-        self._answers: Sequence[tuple[object, object]] = ()
+        self._answers: Sequence[object] = ()
         self._last_s = 0.0
         self._since_s: float | None = None
         self._progress: object = None
@@ -242,12 +243,14 @@ class IdleWatch:
             for process in self._processes
             if process.pid is not None and process.alive and process.returned is None
         ]
-        answers = [(process.whereabouts, process.position) for process in self._processes]
+        answers = [
+            answer
+            for process in self._processes
+            for answer in (process.whereabouts, process.position)
+        ]
         usage = read_usage(ranks)
         has_answered = len(answers) != len(self._answers) or any(
-            one is not other
-            for pair, before in zip(answers, self._answers, strict=True)
-            for one, other in zip(pair, before, strict=True)
+            map(operator.is_not, answers, self._answers)
         )
         is_idle = all(
             now is not None
