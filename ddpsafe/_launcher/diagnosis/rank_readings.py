@@ -14,7 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import psutil
 
@@ -29,6 +29,7 @@ from ddpsafe._wire.messages import (
     Collective,
     Frame,
     Position,
+    ThreadStack,
 )
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
 from ddpsafe._world import is_inherited
@@ -341,11 +342,12 @@ def name_awaited_processes(process: RankProcess, frames: Sequence[Frame]) -> str
 
     Those are workers of a DataLoader, and a program that has the rank's place in the job.
     """
-    awaited: list[object] = []
+    awaited: list[str] = []
     if any(frame.file.endswith(_DATALOADER) for frame in frames):
-        awaited += find_busy_loader_workers(process)
+        workers = find_busy_loader_workers(process)
+        awaited = [f"{worker.name} at {_line_of(worker.frames)}" for worker in workers]
     elif any(frame.file.endswith(_WAITS_FOR_CHILD) for frame in frames):
-        awaited += _find_programs_in_its_place(process)
+        awaited = _find_programs_in_its_place(process)
     return "".join(f", waiting for {child}" for child in awaited)
 
 
@@ -387,19 +389,8 @@ def is_alone_in_job(pid: int) -> bool:
     )
 
 
-class LoaderWorker(NamedTuple):
-    """A DataLoader worker that loads or collates, with its stack, the innermost call first."""
-
-    name: str
-    pid: int
-    frames: tuple[Frame, ...]
-
-    def __str__(self) -> str:
-        return f"{self.name} (pid {self.pid}) at {_line_of(self.frames)}"
-
-
-def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
-    """Ask each DataLoader worker of a rank for its stack; leave out those that wait for an index."""
+def find_busy_loader_workers(process: RankProcess) -> list[ThreadStack]:
+    """Return the stack of each DataLoader worker of a rank that loads or collates, and waits for no index."""
     deadline = Deadline.after(_ANSWER_TIMEOUT)
     busy = []
     with contextlib.suppress(psutil.Error, OSError):  # a worker may end at any moment
@@ -424,7 +415,8 @@ def find_busy_loader_workers(process: RankProcess) -> list[LoaderWorker]:
             inner = frames[: ends[0]] if ends else []
             if not inner or any(frame.file.endswith(_QUEUES) for frame in inner):
                 continue  # not a DataLoader worker, or one that waits for an index
-            busy.append(LoaderWorker(child.name(), child.pid, tuple(inner)))
+            name = f"{child.name()} (pid {child.pid})"
+            busy.append(ThreadStack(name=name, frames=tuple(inner)))
     return busy
 
 

@@ -46,7 +46,7 @@ from ddpsafe._launcher.watch.idleness import IdleWatch
 from ddpsafe._launcher.watch.status_socket import StatusRequests, StatusSocket
 from ddpsafe._logging import get_logger
 from ddpsafe._text import ranks_text
-from ddpsafe._wire.messages import Whereabouts
+from ddpsafe._wire.messages import ThreadStack, Whereabouts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -678,8 +678,10 @@ def _collective_of(answer: Whereabouts | None) -> dict[str, object] | None:
     }
 
 
-def _threads_as_json(threads: Sequence[tuple[str, Sequence[Frame]]]) -> list[dict[str, object]]:
-    return [{"name": name, "frames": [list(frame) for frame in calls]} for name, calls in threads]
+def _threads_as_json(threads: Iterable[ThreadStack]) -> list[dict[str, object]]:
+    return [
+        {"name": each.name, "frames": [list(frame) for frame in each.frames]} for each in threads
+    ]
 
 
 def _place_of(outcome: RankOutcome) -> str:
@@ -721,7 +723,7 @@ def facts_of_rank(
     made = rank.progress()
     frames = (() if answer is None else answer.main_frames) or stack
     outcome = outcome_of(rank, outcome, answer, frames)
-    threads = [(thread.name, thread.frames) for thread in answer.threads] if answer else []
+    threads = answer.threads if answer else ()
     facts: dict[str, object] = {
         "rank": rank.rank,
         "local_rank": outcome.local_rank,
@@ -741,17 +743,14 @@ def facts_of_rank(
         "threads": [],
         "loader_workers": [],
     }
-    workers: list[tuple[str, Sequence[Frame]]] = []
+    workers: Sequence[ThreadStack] = ()
     if isinstance(rank, RankProcess):
         facts |= {"pid": rank.pid, "state": outcome.state or rank.activity().state}
         if made.last_ns:
             facts["last_step_s"] = round((time.monotonic_ns() - made.last_ns) / 1e9, 3)
-        threads = threads or [("MainThread", tuple(stack))]
+        threads = threads or (ThreadStack(name="MainThread", frames=tuple(stack)),)
         if wants_stacks and rank.alive:
-            workers = [
-                (f"{worker.name} (pid {worker.pid})", worker.frames)
-                for worker in find_busy_loader_workers(rank)
-            ]
+            workers = find_busy_loader_workers(rank)
     if wants_stacks:
         facts |= {"threads": _threads_as_json(threads), "loader_workers": _threads_as_json(workers)}
     return facts
