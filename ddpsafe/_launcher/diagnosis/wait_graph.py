@@ -176,9 +176,9 @@ def _last_numbers(answer: Whereabouts) -> dict[str, int]:
 
 
 def find_deadlock(views: Mapping[int, RankView]) -> Deadlock | None:
-    """Return the proof that ranks wait forever, if what is known about them at one instant has one.
+    """Return the proof that ranks wait forever, if there is one.
 
-    A rank that is missing counts as busy.
+    All views are of one instant; a rank that is missing counts as busy.
     """
     members = _members(views)
     mismatch = _find_mismatch(views, members)

@@ -12,11 +12,11 @@ import json
 import os
 import socket
 import struct
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     Facts = dict[str, Any]
 
@@ -113,13 +113,10 @@ class StatusSocket:
             self._is_listener_skipped = True
             return
         connection.settimeout(0)
-        # Systems other than Linux do not name the peer's user; there the mode of the run directory keeps
-        # other users out.
-        option = getattr(socket, "SO_PEERCRED", None)
-        uid = os.geteuid()
-        if option is not None:
-            credentials = connection.getsockopt(socket.SOL_SOCKET, option, _CREDENTIALS.size)
-            _, uid, _ = _CREDENTIALS.unpack(credentials)
+        credentials = connection.getsockopt(
+            socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
+        )
+        _, uid, _ = _CREDENTIALS.unpack(credentials)
         if uid not in (0, os.geteuid()):
             connection.close()
             return
@@ -178,7 +175,6 @@ def _short(path: Path) -> Iterator[str]:
     """Yield a short path of a socket, by a descriptor of its folder: Linux allows 107 bytes."""
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        has_proc = Path("/proc/self/fd").exists()
-        yield f"/proc/self/fd/{folder}/{path.name}" if has_proc else str(path)
+        yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
