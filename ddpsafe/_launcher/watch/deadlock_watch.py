@@ -594,7 +594,6 @@ class LiveWatch:
             self._was_slow = is_slow
             return
         processes = {process.rank: process for process in self._processes}
-        network = describe_unanswered(outcomes.values())
 
         def place_of(outcome: RankOutcome) -> str:
             place = _place_of(outcome)
@@ -605,43 +604,35 @@ class LiveWatch:
                 place += f", on node {outcome.node_rank} ({outcome.hostname})"
             return place
 
+        since = f"no rank has made a step for {now_s - self._last_progress_s:.0f} s"
+        longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
+        root = cause.root
         if differ:
             calls = [(outcome.rank, call) for outcome, call in cause.evidence.calls]
-            self._warn_all(
-                f"no rank has made a step for {now_s - self._last_progress_s:.0f} s, and the ranks "
-                f"differ in a collective: {'; '.join(call_lines(calls))}; rank {cause.root.rank} is "
-                f"{place_of(cause.root)}{network}"
+            text = (
+                f"{since}, and the ranks differ in a collective: {'; '.join(call_lines(calls))}; "
+                f"rank {root.rank} is {place_of(root)}"
             )
-            return
-        longest = f" (longest step so far: {self.longest_s:.1f} s)" if self.longest_s else ""
-        if goal is not None:
-            entered_ns = []
-            for rank in waiting:
-                position = outcomes[rank].position
-                entered = None if position is None else position.numbered(goal.group, goal.number)
-                entered_ns.append((entered or goal).entered_ns)
-            waited_s = max(0.0, time.time_ns() - max(entered_ns)) / 1e9
-            have = "has" if len(waiting) == 1 else "have"
-            self._warn_all(
-                f"{ranks_text(waiting)} {have} waited {waited_s:.0f} s for rank {cause.root.rank} in "
-                f"{goal}{longest}; rank {cause.root.rank} is {place_of(cause.root)}{network}"
+        elif goal is not None:
+            positions = [outcomes[rank].position for rank in waiting]
+            entered = [each and each.numbered(goal.group, goal.number) for each in positions]
+            last_ns = max((call or goal).entered_ns for call in entered)
+            waited_s = max(0.0, time.time_ns() - last_ns) / 1e9
+            text = (
+                f"{ranks_text(waiting)} {'has' if len(waiting) == 1 else 'have'} waited {waited_s:.0f} s "
+                f"for rank {root.rank} in {goal}{longest}; rank {root.rank} is {place_of(root)}"
             )
-            return
-        places: dict[str, list[int]] = {}
-        for outcome in outcomes.values():
-            places.setdefault(place_of(outcome), []).append(outcome.rank)
-        idle = ", and none does anything (no processor time, no input or output)" if is_idle else ""
-        where = ", ".join(
-            f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
-            for place, ranks in list(places.items())[:_SHOWN_PLACES]
-        )
-        self._warn_all(
-            f"no rank has made a step for {now_s - self._last_progress_s:.0f} s{longest}{idle}; "
-            f"{where}{network}"
-        )
-
-    def _warn_all(self, text: str) -> None:
-        """Warn here and on the other nodes."""
+        else:
+            places: dict[str, list[int]] = {}
+            for outcome in outcomes.values():
+                places.setdefault(place_of(outcome), []).append(outcome.rank)
+            idle = ", and none does anything (no processor time, no input or output)"
+            where = ", ".join(
+                f"{ranks_text(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+                for place, ranks in list(places.items())[:_SHOWN_PLACES]
+            )
+            text = f"{since}{longest}{idle if is_idle else ''}; {where}"
+        text += describe_unanswered(outcomes.values())
         logger.warning("%s", text)
         self._tell(text)
 
