@@ -74,7 +74,9 @@ class LogOverflow:
                 is_read = self._logs.is_shown and os.getpid() == self._pid
                 file = open_memory() if is_read else open(os.devnull, "wb")  # noqa: PTH123, SIM115 - see `_files`
                 number = file.fileno()
-                _append(number)
+                # Processes that the rank starts share the file, but each has a position of its own.
+                flags = fcntl.fcntl(number, fcntl.F_GETFL)
+                fcntl.fcntl(number, fcntl.F_SETFL, flags | os.O_APPEND)
                 os.dup2(number, fd)
                 self._memory_of[fd] = Claim(fd)
                 self._files.append(file)
@@ -102,24 +104,13 @@ class LogStream(io.FileIO):
         rest = memoryview(data).cast("B")
         failures = 0
         while rest and failures <= 1 and self._overflow.has_room(fd):
-            written, error = self._write_some(rest)
-            if error is not None and not self._overflow.begin(fd, error):
-                raise error
-            failures += error is not None
-            rest = rest[written:]
+            try:
+                rest = rest[super().write(rest) :]  # as much as the disk has room for
+            except OSError as exc:  # noqa: PERF203 - at most twice
+                if not self._overflow.begin(fd, exc):
+                    raise
+                failures += 1
         return memoryview(data).nbytes
-
-    def _write_some(self, data: memoryview) -> tuple[int, OSError | None]:
-        """Write a part, as much as the disk has room for."""
-        try:
-            return super().write(data), None
-        except OSError as exc:
-            return 0, exc
-
-
-def _append(fd: int) -> None:
-    # Processes that the rank starts share the file, but each has a position of its own.
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
 
 
 # ---- in the launcher ----
