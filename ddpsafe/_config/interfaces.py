@@ -81,15 +81,11 @@ def _about(field: str, value: str, problem: Problem) -> ConfigProblem:
 
 
 def _absent(variable: str, value: str, names: list[str]) -> Problem | None:
+    missing = [] if expand_nccl(value, names) else [value]
     if variable == GLOO:
         missing = [item for item in value.split(",") if item not in names]
-        return _missing(missing, names) if missing else None
-    if not expand_nccl(value, names):
-        return _missing([value], names)
-    return None
-
-
-def _missing(missing: list[str], names: list[str]) -> Problem:
+    if not missing:
+        return None
     near = find_near(missing[0].lstrip("^="), names)
     return Problem(
         why=f"no interface of this machine is called {', '.join(map(repr, missing))}; "

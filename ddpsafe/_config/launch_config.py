@@ -338,12 +338,10 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
     Raises:
         ConfigError: There are such fields.
     """
-    foreign = [
-        name
-        for name in fields
-        if name in LaunchConfig.model_fields.keys() - _names_of(allowed)
-        or (name in COUNTS_OF_RANKS and "nproc_per_node" not in _names_of(allowed))
-    ]
+    names: frozenset[str] = allowed.__optional_keys__  # type: ignore[attr-defined] # of a TypedDict
+    counts = () if "nproc_per_node" in names else COUNTS_OF_RANKS
+    unknown = {*(LaunchConfig.model_fields.keys() - names), *counts}
+    foreign = [name for name in fields if name in unknown]
     if foreign:
         raise_config_error(
             *(
@@ -351,11 +349,6 @@ def refuse_fields(fields: Mapping[str, object], allowed: type, *, why: str, writ
                 for name in foreign
             )
         )
-
-
-def _names_of(fields: type) -> frozenset[str]:
-    names: frozenset[str] = fields.__optional_keys__  # type: ignore[attr-defined] # of a TypedDict
-    return names
 
 
 def _parts_as_tables(fields: dict[str, Any]) -> dict[str, Any]:
