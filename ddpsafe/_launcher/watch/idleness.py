@@ -12,7 +12,7 @@ In doubt a rank is active: the only effect is that the warning comes later.
 A rank that waits in a collective over a broken network looks like one that waits for a slow rank, until
 a timeout or the kernel ends the wait, many minutes later. But the kernel sends the same packet again
 and again meanwhile, and shows that for each connection: `read_unanswered`. A process that is stopped or
-does not read is no reason: its kernel still replies.
+does not read is not a reason: its kernel still replies.
 """
 
 from __future__ import annotations
