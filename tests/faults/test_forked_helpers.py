@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import forked_helper_programs as programs
+import orphan_programs as programs
 import pytest
 from exception_programs import LostSampleError
 from fault_kit import CRASH_S, World, require_rank

@@ -10,7 +10,7 @@ import sys
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 import scripts
 from fault_kit import Touch, World

@@ -43,7 +43,7 @@ def test_time_that_the_launcher_was_suspended_does_not_count_against_ranks(
 ) -> None:
     """Ranks that load, train or exit are not ended, and nothing is printed about them."""
     statements = f"""
-        import suspended_programs as programs
+        import stop_programs as programs
         limits = {{{limit!r}: {limit_s}}}
         call = programs.CALLS[{limit!r}](folder)
         print(ddpsafe.launch(programs.run, (call,), **options, timeouts=limits).values)
@@ -64,7 +64,7 @@ def test_a_launcher_suspended_between_two_starts_starts_the_rest_later(
     """The rank that has started waits as long as it takes, because no other rank could join it."""
     (tmp_path / "go").touch()
     statements = f"""
-        import suspended_programs as programs
+        import stop_programs as programs
         sys.stdout = programs.StopBetweenStarts(sys.stdout)
         call = programs.Loading(folder)
         limits = {{"start": {limit_s}}}
@@ -87,7 +87,7 @@ def test_a_launcher_suspended_while_ranks_save_waits_for_them(
 ) -> None:
     """`timeouts.stop` of ranks that have been asked to stop excludes the suspension."""
     statements = f"""
-        import suspended_programs as programs
+        import stop_programs as programs
         limits = {{"stop": {limit_s}}}
         ddpsafe.launch(programs.save_slowly, (folder,), **options, timeouts=limits)
     """

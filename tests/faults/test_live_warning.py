@@ -10,7 +10,7 @@ import re
 import time
 from typing import TYPE_CHECKING
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import Touch, World
 from machine import require_in_time
@@ -69,7 +69,7 @@ def test_a_warning_names_the_waiting_ranks_and_the_line_of_the_missing_one(
     assert 1 <= len(messages) <= 1 + math.log2(took_s / QUIET_S), messages
     assert re.fullmatch(
         r"ranks 0, 2 and 3 have waited \d+ s for rank 1 in all_reduce number 6 of shape \[8\] "
-        r"\(longest step so far: \d+\.\d s\); rank 1 is at .*live_programs\.py:\d+ in wait_for_test",
+        r"\(longest step so far: \d+\.\d s\); rank 1 is at .*hang_programs\.py:\d+ in wait_for_test",
         messages[0],
     ), messages
 
@@ -100,9 +100,9 @@ def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
     messages = warnings(caplog)
     assert messages, caplog.text
     assert re.search(
-        r"rank 0 has waited \d+ s for rank 1 in .*; rank 1 is at .*live_programs\.py:\d+ in "
+        r"rank 0 has waited \d+ s for rank 1 in .*; rank 1 is at .*hang_programs\.py:\d+ in "
         r"step_and_wait_for_a_loader_worker, waiting for \S+ \(pid \d+\) at "
-        r".*live_programs\.py:\d+ in wait_for_test$",
+        r".*hang_programs\.py:\d+ in wait_for_test$",
         messages[0],
     ), messages
 
@@ -134,9 +134,9 @@ def test_ranks_that_do_nothing_are_named_in_the_first_step_too(
         assert re.search(
             r"^rank 0 has waited \d+ s for rank 1 in all_reduce number 1 ", messages[0]
         )
-        assert re.search(r"rank 1 is at .*live_programs\.py:\d+ in wait_for_test", messages[0])
+        assert re.search(r"rank 1 is at .*hang_programs\.py:\d+ in wait_for_test", messages[0])
         return
-    position = r".*live_programs\.py:\d+ in (wait_for_test|wait_before_the_first_step)"
+    position = r".*hang_programs\.py:\d+ in (wait_for_test|wait_before_the_first_step)"
     together = f"ranks 0 and 1 are at {position}"  # or one each: a loop that polls has two lines
     assert re.search(
         r"^no rank has made a step for \d+ s, and none does anything \(no processor time, no input or "
@@ -176,7 +176,7 @@ def test_a_warning_has_the_line_of_a_rank_that_holds_the_gil(
     World(folder=tmp_path).launch(programs.hold_the_gil_in_training)
     messages = warnings(caplog)
     assert messages, caplog.text
-    assert re.search(r"; rank 1 is at .*live_programs\.py:\d+ in wait_with_the_gil", messages[0]), (
+    assert re.search(r"; rank 1 is at .*hang_programs\.py:\d+ in wait_with_the_gil", messages[0]), (
         messages
     )
 
@@ -191,6 +191,6 @@ def test_a_warning_names_a_rank_that_has_not_joined(
     messages = warnings(caplog)
     assert messages, caplog.text
     assert re.search(
-        r"no rank has made a step for \d+ s.*; .*rank 1 is at .*live_programs\.py:\d+ in wait_for_test",
+        r"no rank has made a step for \d+ s.*; .*rank 1 is at .*hang_programs\.py:\d+ in wait_for_test",
         messages[0],
     ), messages

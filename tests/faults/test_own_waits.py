@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import own_wait_programs as programs
+import collective_programs as programs
 import pytest
 from fault_kit import World, require_hang, require_places, require_rank
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import attached_fault_programs as programs
+import attached_programs as programs
 import forked_ranks
 import pytest
 from exception_programs import LostSampleError

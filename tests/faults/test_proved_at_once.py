@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import World, require_hang, require_places, require_rank
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import hang_programs as programs
 import pytest
-import rpc_programs as programs
 from fault_kit import HANG_S, World, require_hang, require_rank
 
 import ddpsafe

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import own_cleanup_programs as programs
 import pytest
-import wrapped_programs as programs
 from exception_programs import LostSampleError, raise_own_error
 from fault_kit import BY_TIMEOUT, HANG_S, World, require_hang, require_rank
 from hang_programs import sleep

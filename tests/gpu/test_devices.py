@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import forked_ranks
-import gpu_fault_programs as programs
+import gpu_programs as programs
 import pytest
 import scripts
 import torch

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, Final
 
-import gpu_fault_programs as programs
+import gpu_programs as programs
 import pytest
 import torch
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-import framework_programs as programs
+import equality_programs as programs
 import pytest
 import torch
 

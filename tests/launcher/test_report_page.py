@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 from browser import Browser
 from fault_kit import World

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 import scripts
 from fault_kit import World
@@ -113,7 +113,7 @@ def test_stacks_show_what_a_loader_worker_reads(tmp_path: Path) -> None:
     assert said[head].startswith("rank 1, DataLoader worker ")
     assert "(pid " in said[head]
     calls = said[head + 1 :]
-    assert any("live_programs.py" in line and "in __getitem__" in line for line in calls)
+    assert any("hang_programs.py" in line and "in __getitem__" in line for line in calls)
     assert any("fetch.py" in line for line in calls)
 
 

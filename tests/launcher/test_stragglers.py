@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-import live_programs as programs
+import hang_programs as programs
 import pytest
 from fault_kit import World
 

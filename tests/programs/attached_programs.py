@@ -1,27 +1,38 @@
-"""Rank functions of test_attached.py, for ranks that another launcher has started."""
+"""Rank functions for ranks that another launcher has started; run by tests/worker and test_process_group.py."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 import scripts
 import torch
 import torch.distributed as dist
+from exception_programs import raise_own_error
+from training_programs import average_gradients, mark, since
 
 import ddpsafe
+from ddpsafe import RankContext
 
-PATIENT = {"start": 30, "collective": 30, "barrier": 30}
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""
 
 
@@ -302,3 +313,241 @@ def be_job(rank: int, world_size: int, value: float, port: int, name: str) -> No
     except ddpsafe.DDPSafeError as error:
         result = [type(error).__name__, str(error)]
     Path(f"rank-{name}-{rank}.json").write_text(json.dumps(result))
+
+
+# Ranks that are asked to stop.
+
+
+def train_until_asked(ctx: ddpsafe.RankContext, signalled: int, signum: signal.Signals) -> int:
+    """Poll at this rank's own pace until a stop is requested; one rank is signalled; return the call."""
+    for call in itertools.count(1):
+        if ctx.stop_requested():
+            return call
+        if call == 10 and ctx.rank == signalled:
+            os.kill(os.getpid(), signum)
+        time.sleep(0.002 * (1 + ctx.rank))
+    raise AssertionError
+
+
+def be_asked(signalled: int, signum: signal.Signals) -> dict[str, Any]:
+    """Receive a stop request in one group, and train_until_asked in the next one without it."""
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        call = train_until_asked(ctx, signalled, signum)
+    after = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        again = [ctx.stop_requested() for _ in range(3)]
+    return {"call": call, "restored": before == after, "again": again}
+
+
+def be_asked_with_a_handler() -> dict[str, Any]:
+    """Handle one signal and ignore the other before ddpsafe is used."""
+    seen: list[int] = []
+
+    def handle(signum: int, _frame: object) -> None:
+        seen.append(signum)
+
+    signal.signal(signal.SIGUSR1, handle)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        answers = [ctx.stop_requested()]
+        os.kill(os.getpid(), signal.SIGTERM)
+        answers.append(ctx.stop_requested())
+        os.kill(os.getpid(), signal.SIGUSR1)
+        answers.append(ctx.stop_requested())
+    kept = [signal.getsignal(signal.SIGUSR1) is handle]
+    kept.append(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
+    return {"answers": answers, "seen": seen, "kept": kept}
+
+
+def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
+    """Let ranks leave early or with an error before another one is asked to stop.
+
+    Returns:
+        The step at which this rank stopped, and the rank that is named as failed.
+    """
+    steps = 0
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            ctx.barrier("all are here")
+            way = ways.get(ctx.rank)
+            ctx.stop_requested()
+            if way == "fails":
+                msg = "bad batch"
+                raise ValueError(msg)
+            if way != "returns":
+                time.sleep(0.5)
+                steps = train_until_asked(ctx, 0, signal.SIGTERM)
+    except ddpsafe.RankRaisedError as error:
+        return [steps, error.rank]
+    return [steps]
+
+
+def fail_before_a_barrier() -> None:
+    """Let rank 1 fail while the others wait for it at a barrier with a long timeout."""
+    with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+        ctx.barrier("all are here")
+        if ctx.rank == 1:
+            msg = "bad batch"
+            raise ValueError(msg)
+        ctx.barrier("all have evaluated")
+
+
+def forget_srun() -> list[str]:
+    """Make a group in the shell of a job; return the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            assert ctx.world_size == 1
+    return [str(each.message) for each in caught]
+
+
+def look_at_the_environment() -> list[bool]:
+    """Return whether a group's variables are set inside it, and unset after it."""
+    names = ("NCCL_DEBUG", "GLOO_SOCKET_IFNAME")
+    before = dict(os.environ)
+    with ddpsafe.process_group(timeouts=PATIENT, env={"NCCL_DEBUG": "WARN"}):
+        inside = all(name in os.environ for name in names)
+    return [inside, dict(os.environ) == before]
+
+
+# Ranks that fail.
+
+
+def fail_attached(folder: Path, style: str) -> None:
+    """Fail on rank 1, inside the context manager or between `setup` and `cleanup`."""
+
+    def work(ctx: RankContext) -> None:
+        average_gradients()
+        if ctx.rank == 1:
+            mark(folder)
+            raise_own_error(folder)
+        average_gradients()
+
+    with _timed(folder):
+        if style == "with":
+            with ddpsafe.process_group("gloo") as ctx:
+                work(ctx)
+        else:
+            ctx = ddpsafe.setup(backend="gloo")
+            try:
+                work(ctx)
+            finally:
+                ddpsafe.cleanup()
+
+
+def miss_a_barrier_attached(folder: Path, timeout_s: float) -> str:
+    """Return on rank 1 while the others wait at a barrier."""
+    with _timed(folder), ddpsafe.process_group("gloo", timeouts={"barrier": timeout_s}) as ctx:
+        average_gradients()
+        if ctx.rank != 1:
+            ctx.barrier("evaluated")
+        mark(folder)
+        scripts.wait_until(lambda: len(list(folder.glob("over-*"))) == ctx.world_size - 1)
+        return "left alone"
+
+
+def fail_beside_others(folder: Path, failing: int, others: str) -> str:
+    """Fail on one rank, while the others train with it or have returned already."""
+
+    def work(ctx: RankContext) -> str:
+        average_gradients()
+        if ctx.rank == failing:
+            scripts.wait_until(lambda: others == "train" or len(list(folder.glob("done-*"))) > 0)
+            msg = "bad batch"
+            raise ValueError(msg)
+        if others == "train":
+            average_gradients()
+        (folder / f"done-{ctx.rank}").touch()
+        return "done"
+
+    return str(ddpsafe.launch(work, backend="gloo", timeouts={"barrier": 20}).values)
+
+
+def say_the_attempt(_folder: Path, counts: list[str]) -> list[int]:
+    """Join with the restart count of this rank's host; return the attempt of each rank."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = counts[int(os.environ["RANK"])]
+    with ddpsafe.process_group("gloo") as ctx:
+        return [ctx.attempt, ddpsafe.current().attempt, *ctx.all_gather(ctx.attempt)]
+
+
+@contextlib.contextmanager
+def _timed(folder: Path) -> Iterator[None]:
+    """Record how long after the fault the block was left."""
+    entered = time.monotonic()
+    try:
+        yield
+    finally:
+        fault = folder / "fault"
+        struck = float(fault.read_text()) if fault.exists() else entered
+        (folder / f"over-{os.environ['RANK']}").write_text(repr(since(struck)))
+
+
+# Ranks whose store another user can reach.
+
+
+SOON: Final = {"start": 4, "collective": 30, "barrier": 30}
+
+STEPS: Final = 8
+STEP_S: Final = 0.1
+
+
+def train_beside_a_stranger(folder: str) -> dict[str, Any]:
+    """Wait for the other user's messages, train for some steps, and return the result."""
+    told: dict[str, Any] = {"stopped": False, "error": ""}
+    try:
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            ctx.stop_requested()
+            Path(folder, f"joined-{ctx.rank}").touch()
+            scripts.wait_until(Path(folder, "forged").exists)
+            for _ in range(STEPS):
+                time.sleep(STEP_S)  # the store is read twice a second
+                told["stopped"] |= ctx.stop_requested()
+            ctx.barrier("trained")
+            told["sum"] = ctx.all_reduce(ctx.rank)
+    except ddpsafe.DDPSafeError as error:
+        told["error"] = f"{type(error).__name__}: {error}"
+    return told
+
+
+def join_soon() -> str:
+    """Join; return the error."""
+    try:
+        with ddpsafe.process_group(timeouts=SOON):
+            return ""
+    except ddpsafe.DDPSafeError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def join_twice_and_start_a_program() -> list[object]:
+    """Join two groups in turn; return their sums, and the secrets that a program inherits."""
+    found: list[object] = []
+    for _ in range(2):
+        with ddpsafe.process_group(timeouts=PATIENT) as ctx:
+            found.append(ctx.all_reduce(ctx.rank))
+    show = "import os, json; print(json.dumps([os.environ.get('DDPSAFE_JOB_SECRET')]))"
+    found += json.loads(subprocess.check_output([sys.executable, "-S", "-c", show], text=True))
+    return found
+
+
+def forge(port: int, world_size: int) -> list[str]:
+    """Connect as another user, and write under every key that ranks act on."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    keys = list(_keys_to_forge(store, world_size))
+    for key, value in keys:
+        store.set(key, value)
+    return [key for key, _ in keys]
+
+
+def _keys_to_forge(store: TCPStore, world_size: int) -> Iterator[tuple[str, str]]:
+    known: list[str] = store.list_keys()
+    groups = {key.partition("/job")[0] for key in known if key.endswith("/job")}
+    for group in groups:
+        yield f"{group}/control/control/departed", json.dumps([0, "own", "it was rank 0", True])
+        yield f"{group}/control/barrier/trained/0/missing", "[1]"
+        for rank in range(world_size):
+            yield f"{group}/stop/promise/{rank}", "2"
+        yield f"{group}/stop/agreed", "2"
+        yield f"{group}/stop/asked", "SIGTERM"

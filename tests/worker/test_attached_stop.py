@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import attached_stop_programs as programs
+import attached_programs as programs
 import forked_ranks
 import machine
 import pytest

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+import attached_programs as programs
 import forked_ranks
-import job_secret_programs as programs
 import pytest
 import scripts
 from forked_ranks import by_hand, free_port

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-import model_programs as programs
+import context_programs as programs
 import pytest
 import scripts
 from fault_kit import World, require_rank

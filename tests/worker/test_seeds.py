@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import model_programs as programs
+import context_programs as programs
 import pytest
 from fault_kit import World
 
