@@ -245,7 +245,7 @@ def frameworks(session: nox.Session) -> None:
     session.install("--no-deps", "botocore==1.43.117", "jmespath==1.1.0")
     tests = [
         "tests/frameworks",
-        "tests/launcher/test_frameworks.py",
+        "tests/launcher/test_equality.py",
         "tests/launcher/test_templates.py",
     ]
     session.chdir(_folder(session, "empty"))

@@ -1,4 +1,4 @@
-"""Errors are pickled with all their facts, and each phase has exactly one class."""
+"""Errors keep their facts, advice stands once, and no text shows a secret."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import inspect
 import itertools
 import json
 import pickle
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, get_args
 
 import pytest
+from source_tree import CHECKOUT, PACKAGE, text_of
 
 from ddpsafe import _errors
+from ddpsafe._advice import ADVICE, COMMANDS, GENERAL
+from ddpsafe._explain.catalogue import built_in
 from ddpsafe._launcher.uncaught import presentable, without_frames
+from ddpsafe._secrets import Mask, hide_value, is_secret_name
 
 FACTS: Final = {
     "attempt": 2,
@@ -195,3 +200,112 @@ def test_an_error_in_a_circle_of_causes_can_be_shown_and_pickled(others: int) ->
     assert presentable(chain[0]) is chain[0]
     again = pickle.loads(pickle.dumps(chain[0]))
     assert (str(again), again.__cause__) == ("It is wrong.", None)
+
+
+# Advice that several parts give.
+
+
+SOURCES = {
+    path: text_of(path)
+    for pattern in ("*.py", "*.toml")
+    for path in sorted(PACKAGE.rglob(pattern))
+    if path.name != "_advice.py"
+}
+
+
+@pytest.mark.parametrize("code", ADVICE)
+def test_it_is_what_explain_and_another_part_say(code: str) -> None:
+    """And no part has a text of its own beside it."""
+    rule = built_in().of_code[code]
+    cause, fix = (text.format_map(GENERAL) for text in ADVICE[code])
+    assert cause.lower() in rule.cause.lower()
+    assert fix.lower() in rule.fix.lower()
+    used = [
+        path for path, text in SOURCES.items() if f'["{code}"]' in text or f"['{code}']" in text
+    ]
+    assert used, f"only explain says it; write it in the rule {code}"
+    for text in (*ADVICE[code], *COMMANDS.get(code, ())):
+        parts = [part.strip(" .;,") for part in re.split(r"\{\w+\}", text)]
+        copies = [
+            str(path.relative_to(CHECKOUT))
+            for part in parts
+            if len(part) > len("docker run --shm-size")
+            for path, source in SOURCES.items()
+            if part in source
+        ]
+        assert copies == []
+
+
+def test_every_command_belongs_to_advice_and_names_known_facts() -> None:
+    """A fact without general words could not be shown by explain."""
+    assert COMMANDS.keys() <= ADVICE.keys()
+    for texts in (*ADVICE.values(), *COMMANDS.values()):
+        assert all(text.format_map(GENERAL) for text in texts)
+
+
+# Secrets.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "DB_PASSWORD",
+        "SLURM_JWT",
+        "SENTRY_DSN",
+        "SSHPASS",
+        "PGPASS",
+        "AZURE_STORAGE_CONNECTION_STRING",
+        "DB_CONN_STR",
+        "BLOB_SAS",
+        "SIGNING_SALT",
+    ],
+)
+def test_names_of_secrets_are_recognised(name: str) -> None:
+    """Only the name counts, not the value."""
+    assert is_secret_name(name)
+    assert hide_value(name, "x") == "***"
+
+
+@pytest.mark.parametrize(
+    "name", ["PATH", "MASTER_PORT", "NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "HF_TOKEN_PATH"]
+)
+def test_other_names_are_not_secrets(name: str) -> None:
+    """Showing other values helps the reader."""
+    assert hide_value(name, "value") == "value"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("tcp://me:pa:ss@host/x", "tcp://***@host/x"),
+        ("https://ghp_0123456789@host", "https://***@host"),
+        ("serve --db-password=abc --port 1", "serve --db-password=*** --port 1"),
+        ("serve --token abc", "serve --token ***"),
+        ("the value s3cr3t-long stands here", "the value *** stands here"),
+        ("user@host and http://host:80/path", "user@host and http://host:80/path"),
+        ("mongodb://u:pa/ss@h/db", "mongodb://***@h/db"),
+        ("redis://:p@ss@h:6379", "redis://***@h:6379"),
+        ("http://host:80/a@b", "http://host:80/a@b"),
+        (
+            "AccountName=me;AccountKey=abc==;EndpointSuffix=x",
+            "AccountName=me;AccountKey=***;EndpointSuffix=x",
+        ),
+        ("Server=h;Pwd=a b;Uid=u", "Server=h;Pwd=***;Uid=u"),
+        ("https://h/blob?sv=2020&sig=abc%3D&se=1", "https://h/blob?sv=2020&sig=***&se=1"),
+        ('{"password": "abc", "port": 1}', '{"password": "***", "port": 1}'),
+        ("Authorization: Bearer abc.def", "Authorization: Bearer ***"),
+        ("sshpass -p abc ssh host", "sshpass -p *** ssh host"),
+        ("curl -u me:abc http://h", "curl -u me:*** http://h"),
+        ("key hf_" + "a" * 34 + " here", "key *** here"),
+        ("max_tokens=100 tokenizer=bert", "max_tokens=100 tokenizer=bert"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***"),
+    ],
+)
+def test_secrets_in_texts_are_replaced(text: str, shown: str) -> None:
+    """That includes secrets in the middle of a text and inside of lists."""
+    mask = Mask.of({"MY_TOKEN": "s3cr3t-long", "OTHER_KEY": "s3cr3t"})
+    assert mask.text(text) == shown
+    assert mask.value({"a": [text, 1]}) == {"a": [shown, 1]}

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import pickle
 import warnings
 from collections import Counter
+from typing import Any
 
+import numpy as np
 import pytest
 from data_programs import Numbers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import ConfigError
-from ddpsafe.data import DistributedSampler, EvalSampler
+from ddpsafe.data import (
+    DataLoader,
+    DistributedSampler,
+    EvalSampler,
+    WeightedSampler,
+    masked_batches,
+)
+from ddpsafe.data._samplers.permutation import (
+    FeistelPermutation,
+    derive_keys,
+    open_permutation,
+    uniform_at,
+)
 from ddpsafe.data.errors import DatasetChangedError, DataWarning
 
 pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
@@ -123,3 +139,213 @@ def test_sampler_before_the_process_group_exists_is_refused(
     with pytest.raises(ConfigError, match="no process group yet"):
         DistributedSampler(10)
     assert len(DistributedSampler(10, 1, 0)) == 10
+
+
+# Orders that are functions of (seed, epoch).
+
+
+SIZES = [2, 3, 4, 5, 97, 4095, 4096, 4097, 65537, 100_003, 1_000_000]
+
+
+@given(
+    n=st.one_of(st.integers(2, 2000), st.sampled_from(SIZES)),
+    seed=st.integers(-(2**63), 2**64),
+    epoch=st.integers(0, 2**31),
+)
+@settings(max_examples=60)
+def test_feistel_is_a_bijection(n: int, seed: int, epoch: int) -> None:
+    """Every index occurs exactly once, for any n and any key."""
+    found = FeistelPermutation(n, derive_keys(seed, epoch, count=8))(np.arange(n))
+    assert np.array_equal(np.sort(found), np.arange(n))
+
+
+GOLDEN = {
+    (10, 0, 0): [9, 6, 2, 4, 1, 7],
+    (1 << 20, 1, 2): [432160, 837265, 1010454, 887065, 794710, 703819],
+    (100_000_000, 0, 0): [81588534, 40724779, 29302459, 71407752, 35344391, 62815093],
+    (100_000_000, 123, 45): [40765252, 83868749, 10224480, 44033897, 31812963, 56928898],
+    (10**12, 7, 1): [302826694528, 1205110545, 47117035167, 277153119513, 19707220091, 823295173243],
+    (2**60 + 1, 0, 3): [230985854726246283, 654526455705172248, 976321683456902921, 1012637978817149855,
+        851739833313960203, 291642970921151342],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_feistel_v1_is_frozen(case: tuple[int, int, int]) -> None:
+    """The name stands for this order, and a change would reshuffle resumed epochs."""
+    n, seed, epoch = case
+    assert open_permutation(n, seed=seed, epoch=epoch)(np.arange(6)).tolist() == GOLDEN[case]
+
+
+def test_weighted_stream_is_frozen() -> None:
+    """The same holds for the stream of weighted draws."""
+    sampler = WeightedSampler([1.0, 2.0, 3.0, 4.0], 12, num_replicas=1, rank=0, seed=5)
+    assert list(sampler) == [3, 3, 0, 0, 3, 3, 2, 2, 3, 2, 1, 2]
+
+
+@given(n=st.integers(2**20 + 1, 2**40), seed=st.integers(0, 99), data=st.data())
+@settings(max_examples=30)
+def test_seek_gives_the_stream_from_that_position(n: int, seed: int, data: st.DataObject) -> None:
+    """Position p does not depend on the positions before it."""
+    start = data.draw(st.integers(0, n - 64))
+    permute = open_permutation(n, seed=seed, epoch=3)
+    stream = permute(np.arange(start, start + 64))
+    place = data.draw(st.integers(0, 63))
+    assert permute(np.array([start + place]))[0] == stream[place]
+
+
+def test_seeds_and_epochs_are_not_added() -> None:
+    """(seed 0, epoch 1) and (seed 1, epoch 0) differ, as do all similar pairs."""
+    firsts = {
+        tuple(open_permutation(10**7, seed=seed, epoch=epoch)(np.arange(8)).tolist())
+        for seed, epoch in itertools.product(range(20), range(20))
+    }
+    assert len(firsts) == 400
+
+
+@pytest.mark.parametrize("n", [3_000_000, 100_000_000, 2**30, 10**12])
+def test_deciles_lags_and_adjacent_keys_look_uniform(n: int) -> None:
+    """For chi-square of deciles, of pairs at several lags and of two epochs, |z| is under 4."""
+    count = 400_000
+    permute = open_permutation(n, seed=11, epoch=0)
+    stream = permute(np.arange(count))
+    other = open_permutation(n, seed=11, epoch=1)(np.arange(count))
+    assert abs(_z(np.bincount(stream * 10 // n, minlength=10))) < 4
+    for lag in (1, 2, 64, 4096):
+        assert abs(_z(_joint(stream[:-lag], stream[lag:], n))) < 4, lag
+    assert abs(_z(_joint(stream, other, n))) < 4
+    assert abs(_z(np.bincount((stream & 31) * 32 + (np.roll(stream, 1) & 31), minlength=1024))) < 4
+
+
+def _joint(left: np.ndarray, right: np.ndarray, n: int) -> np.ndarray:
+    return np.bincount((left * 40 // n) * 40 + right * 40 // n, minlength=1600)
+
+
+def _z(observed: np.ndarray) -> float:
+    expected = observed.sum() / len(observed)
+    chi2 = float(((observed - expected) ** 2 / expected).sum())
+    freedom = len(observed) - 1
+    return (chi2 - freedom) / (2 * freedom) ** 0.5
+
+
+def test_uniform_numbers_are_uniform_and_independent_of_the_block() -> None:
+    """A number depends only on its position, not on the others that are requested."""
+    whole = uniform_at(np.arange(100_000), key=3)
+    assert np.array_equal(whole[500:600], uniform_at(np.arange(500, 600), key=3))
+    assert abs(_z(np.bincount((whole * 100).astype(np.int64), minlength=100))) < 4
+    assert whole.min() >= 0
+    assert whole.max() < 1
+
+
+def test_huge_dataset_needs_no_list() -> None:
+    """The first index of 10**12 samples is immediate, and so are positions near the end."""
+    sampler = DistributedSampler(10**12, 8, 3, algorithm="feistel-v1")
+    assert len(sampler) == 125_000_000_000
+    assert 0 <= next(iter(sampler)) < 10**12
+
+
+# Weights.
+
+
+weights = st.lists(st.floats(0, 5), min_size=1, max_size=40).filter(any)
+
+
+@given(
+    values=weights,
+    replicas=st.integers(1, 7),
+    mode=st.sampled_from(["iid", "repeat"]),
+    epoch=st.integers(0, 5),
+)
+@settings(max_examples=60)
+def test_stream_does_not_depend_on_the_world_size(
+    values: list[float], replicas: int, mode: str, epoch: int
+) -> None:
+    """Interleaved, the ranks' draws equal those of a single process."""
+    options: dict[str, Any] = {"mode": mode, "pad": False}
+    samplers = [
+        WeightedSampler(values, num_replicas=replicas, rank=rank, **options)
+        for rank in range(replicas)
+    ]
+    alone = WeightedSampler(values, num_replicas=1, rank=0, **options)
+    for sampler in [*samplers, alone]:
+        sampler.set_epoch(epoch)
+    shares = [list(sampler) for sampler in samplers]
+    whole = list(alone)
+    assert [shares[p % replicas][p // replicas] for p in range(len(whole))] == whole
+    assert all(values[index] > 0 for index in whole)
+
+
+def test_frequencies_follow_the_weights() -> None:
+    """They are within five standard deviations over several epochs; zero weight is never drawn."""
+    values = np.array([0, 1, 2, 3, 4, 10.0, 0])
+    draws = 100_000
+    for epoch in range(3):
+        sampler = WeightedSampler(values, draws, num_replicas=1, rank=0, seed=1)
+        sampler.set_epoch(epoch)
+        counts = Counter(sampler)
+        for index, weight in enumerate(values / values.sum()):
+            deviation = math.sqrt(draws * weight * (1 - weight))
+            assert abs(counts[index] - draws * weight) <= 5 * deviation
+
+
+@given(values=weights, epoch=st.integers(0, 20))
+def test_repeat_mode_gives_floor_or_ceiling(values: list[float], epoch: int) -> None:
+    """Every rare sample is drawn at least floor(w) times, without relying on chance."""
+    sampler = WeightedSampler([*values, 1.0], mode="repeat", num_replicas=1, rank=0)
+    sampler.set_epoch(epoch)
+    counts = Counter(sampler)
+    assert len(sampler) == counts.total()
+    for index, weight in enumerate([*values, 1.0]):
+        assert math.floor(weight) <= counts[index] <= math.ceil(weight)
+
+
+def test_repeat_mode_averages_to_the_weight() -> None:
+    """Over many epochs, a weight of 1.5 gives 1.5 draws on average."""
+    sampler = WeightedSampler([1.5] * 400, mode="repeat", num_replicas=1, rank=0)
+    lengths = []
+    for epoch in range(40):
+        sampler.set_epoch(epoch)
+        lengths.append(len(sampler))
+    assert abs(np.mean(lengths) / 600 - 1) < 0.01
+    assert len(set(lengths)) > 10
+
+
+def test_without_replacement_draws_distinct_samples() -> None:
+    """Heavy samples are drawn early, and none is drawn twice."""
+    values = [1.0] * 50 + [1000.0] * 50
+    drawn = list(WeightedSampler(values, 60, replacement=False, num_replicas=1, rank=0))
+    assert len(set(drawn)) == 60
+    assert sum(index >= 50 for index in drawn[:50]) > 45
+
+
+@pytest.mark.full
+def test_more_weights_than_torch_supports() -> None:
+    """``torch.multinomial`` stops at 2**24 categories."""
+    n = 2**24 + 3
+    values = np.zeros(n)
+    values[[5, n - 1]] = 1, 3
+    counts = Counter(WeightedSampler(values, 4000, num_replicas=1, rank=0))
+    assert set(counts) == {5, n - 1}
+    assert 2700 < counts[n - 1] < 3300
+
+
+# Steps of equal size.
+
+
+@given(n=st.integers(1, 60), replicas=st.integers(1, 8), batch_size=st.integers(1, 9))
+def test_steps_are_equal_and_each_sample_counts_once(
+    n: int, replicas: int, batch_size: int
+) -> None:
+    """Even with fewer samples than ranks, the counted parts are the dataset, in order."""
+    steps, kept = set(), {}
+    for rank in range(replicas):
+        sampler = EvalSampler(n, replicas, rank, pad=True)
+        loader = DataLoader(Numbers(n), batch_size, sampler=sampler)
+        parts = [(batch.tolist(), counted) for batch, counted in masked_batches(loader)]
+        steps.add((len(parts), sum(len(batch) for batch, _ in parts)))
+        own = [x for batch, counted in parts for x in batch[:counted]]
+        assert own == sampler.indices()
+        kept.update(dict.fromkeys(own, rank))
+        assert len(own) == len(range(rank, n, replicas))
+    assert len(steps) == 1
+    assert sorted(kept) == list(range(n))

@@ -1,19 +1,30 @@
-"""Objects that must not cross into a worker are found, with the path to each."""
+"""What crosses into workers and what must not, and limits that workers would reach."""
 
 from __future__ import annotations
 
 import functools
+import os
+import pickle
+import resource
 import tempfile
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import scripts
-from data_programs import Droppable, EagerRecords, Numbers, write_records
+import torch
+from data_programs import Droppable, EagerRecords, Named, Numbers, Records, open_raw, write_records
+from hypothesis import given
+from hypothesis import strategies as st
+from texts import any_text
+from torch.utils.data import TensorDataset
 
-from ddpsafe.data import DataLoader, check_worker_safety
+from ddpsafe._host import count_cores
+from ddpsafe.data import DataLoader, DistributedSampler, PackedList, PerProcess, check_worker_safety
+from ddpsafe.data._loader.machine_limits import check_shared_memory, tensor_bytes
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
 
@@ -120,3 +131,255 @@ for hazard in check_worker_safety(Session()):
 """
     run = scripts.Script(["-c", source], folder=tmp_path).end()
     assert "where a new process cannot import it" in run.lines()[0]
+
+
+# Handles that each process opens for itself.
+
+
+METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
+"""How workers start: as a copy of the process, or from pickled objects, in two ways."""
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+    pytest.mark.filterwarnings("ignore:open_raw was opened before"),
+]
+
+
+@pytest.fixture
+def records(tmp_path: Path) -> str:
+    """Write 20,000 records; return their path."""
+    path = tmp_path / "records"
+    write_records(path, 20_000)
+    return str(path)
+
+
+@pytest.mark.full(but=["fork"])
+@pytest.mark.parametrize("method", METHODS)
+def test_no_record_is_wrong_if_the_parent_has_read_first(records: str, method: str) -> None:
+    """A stress test: 20,000 records, with the parent's handle open before the workers start."""
+    count = 2 if method == "spawn" else 4  # each spawned worker imports torch
+    dataset = Records(records, 20_000)
+    assert dataset[17][1] == 17
+    parent = dataset.file.get()
+    sampler = DistributedSampler(20_000, 1, 0)
+    loader = DataLoader(
+        dataset, 64, sampler=sampler, num_workers=count, multiprocessing_context=method
+    )
+    pids = set()
+    wrong = total = 0
+    for indices, values, workers in loader:
+        wrong += int((indices != values).sum())
+        total += len(indices)
+        pids |= set(workers.tolist())
+    assert (wrong, total) == (0, 20_000)
+    assert len(pids) == count
+    assert os.getpid() not in pids
+    # The workers have exited, and the parent's handle is unchanged and still usable.
+    assert dataset.file.get() is parent
+    assert dataset[99][1] == 99
+    closed = Path(records + ".closed").read_text().split()
+    assert sorted(map(int, closed)) == sorted(pids)
+    dataset.file.close()
+
+
+def open_counted(log: list[int]) -> object:
+    """Return a new object, and count the call."""
+    log.append(1)
+    return object()
+
+
+def test_threads_share_one_value_or_have_one_each() -> None:
+    """scope='process' opens once for all threads, scope='thread' once for each."""
+    for scope, expected in (("process", 1), ("thread", 8)):
+        log: list[int] = []
+        resource = PerProcess(open_counted, log, scope=scope)  # type: ignore[arg-type]
+        barrier = threading.Barrier(8)
+
+        def use(
+            resource: PerProcess[object] = resource, barrier: threading.Barrier = barrier
+        ) -> None:
+            barrier.wait()
+            assert resource.get() is resource.get()
+            barrier.wait()
+
+        threads = [threading.Thread(target=use) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(log) == expected
+
+
+class Session:
+    """An object whose destructor would end the parent's session."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+
+    def __del__(self) -> None:
+        os.write(self.pipe, b"x")
+
+
+def test_inherited_value_is_kept_so_that_its_destructor_does_not_run(
+    forked_pipe: tuple[int, int],
+) -> None:
+    """Dropping it in the child could close the parent's connection."""
+    read, write = forked_pipe
+    resource = PerProcess(Session, write)
+    resource.get()
+    child = os.fork()
+    if child == 0:
+        del resource
+        os.write(write, b"1")
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 10) == b"1"
+    del resource
+    assert os.read(read, 10) == b"x"
+
+
+@pytest.fixture
+def forked_pipe() -> Iterator[tuple[int, int]]:
+    """Make a pipe."""
+    read, write = os.pipe()
+    yield read, write
+    os.close(read)
+    os.close(write)
+
+
+def test_only_the_factory_is_pickled(records: str) -> None:
+    """A handle cannot be sent; the function that opens it can."""
+    resource = PerProcess(open_raw, records)
+    with resource.get():
+        copy = pickle.loads(pickle.dumps(resource))
+        with copy.get() as file:
+            assert file is not resource.get()
+    assert "open_raw" in repr(copy)
+
+
+def test_failing_factory_is_reported_with_its_process(tmp_path: Path) -> None:
+    """The original exception gains the rank and the worker."""
+    resource = PerProcess(open_raw, str(tmp_path / "missing"))
+    with pytest.raises(FileNotFoundError) as caught:
+        resource.get()
+    assert "rank 0" in "".join(getattr(caught.value, "__notes__", ["rank 0"]))
+
+
+def test_close_releases_the_value_and_get_opens_again(records: str) -> None:
+    """The close function runs once for each value."""
+    closed: list[object] = []
+    resource = PerProcess(open_raw, records, close=closed.append)
+    first = resource.get()
+    resource.close()
+    resource.close()
+    assert closed == [first]
+    second = resource.get()
+    assert second is not first
+    resource.close()
+    first.close()
+    second.close()
+
+
+# Lists that workers share.
+
+
+items = st.lists(
+    st.one_of(
+        any_text(), st.binary(), st.integers(), st.tuples(any_text(), st.integers()), st.none()
+    )
+)
+
+
+@pytest.mark.full
+@given(items=items)
+def test_packed_list_equals_the_list(items: list[Any]) -> None:
+    """Items, slices, negative indices, iteration and membership match."""
+    packed = PackedList(items)
+    assert list(packed) == items
+    assert packed[1:] == items[1:]
+    assert len(packed) == len(items)
+    if items:
+        assert packed[-1] == items[-1]
+        assert items[0] in packed
+    assert list(pickle.loads(pickle.dumps(packed))) == items
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_workers_can_read_it(method: str) -> None:
+    """It may be inherited or sent to them."""
+    loader = DataLoader(Named(10), 5, num_workers=1, multiprocessing_context=method)
+    assert [name for batch in loader for name in batch] == [f"name-{i}" for i in range(10)]
+    assert "len=10" in repr(PackedList(range(10)))
+
+
+# Limits that workers would reach.
+
+
+@pytest.fixture
+def few_files() -> Iterator[int]:
+    """Lower the limit on open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (400, hard))
+    yield 400
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_batches_in_flight_than_open_files_gives_a_warning(few_files: int) -> None:
+    """The warning has both numbers and the limit to raise."""
+    with pytest.warns(DataWarning, match="RLIMIT_NOFILE") as caught:
+        DataLoader(Numbers(10), num_workers=2, prefetch_factor=200)
+    (text,) = [str(each.message) for each in caught if each.category is DataWarning]
+    assert "about 808 open files" in text
+    assert f"may have {few_files}" in text
+    assert "What to do" in text
+
+
+def test_small_loader_gives_no_warning(few_files: int) -> None:
+    """Neither does a loader without workers."""
+    assert few_files
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataLoader(Numbers(10), num_workers=1)
+        DataLoader(Numbers(10), prefetch_factor=None)
+
+
+@pytest.fixture
+def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process may use every core of the machine, even where the tests may not."""
+    cores = count_cores()
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+
+
+@pytest.mark.usefixtures("unpinned")
+def test_workers_of_all_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """num_workers is per rank, while torch considers one rank alone."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "5000")
+    with pytest.warns(DataWarning, match="5000 ranks with 1 workers each are 5000 processes"):
+        DataLoader(Numbers(10), num_workers=1)
+
+
+@pytest.mark.usefixtures("unpinned")
+def test_batches_that_exceed_shared_memory_give_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The size of the first batch is multiplied by the number in flight in all ranks of the machine."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000000")
+    with pytest.warns(DataWarning, match="processes on"):
+        loader = DataLoader(TensorDataset(torch.ones(64, 1000)), 32, num_workers=1)
+    with pytest.warns(DataWarning, match="in flight for each of 100000000 ranks") as caught:
+        list(loader)
+    # Python 3.12 warns about forks.
+    (said,) = [each for each in caught if each.category is DataWarning]
+    assert "--shm-size" in str(said.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(loader)) == 2
+
+
+def test_size_of_a_batch_is_the_size_of_its_storages() -> None:
+    """Batches may be nested, and a view counts with its whole storage."""
+    whole = torch.zeros(1000, dtype=torch.int16)
+    assert tensor_bytes({"a": [whole, (whole[:1], "text")], "b": 3}) == 4000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_shared_memory(whole, batches=1)

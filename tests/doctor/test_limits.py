@@ -1,23 +1,34 @@
-"""Limits of processes and containers, which the tests really set."""
+"""Limits, processes and paths of one host, which the tests really set."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import pytest
 import scripts
 from doctor_kit import Found, examine, lines_to_copy, needs_namespaces
+from source_tree import PACKAGE
 
+from ddpsafe import LaunchConfig, doctor
+from ddpsafe._clock import Deadline
 from ddpsafe._host import Limits, count_cores, read_limits, usable_cores
+from ddpsafe.doctor import Finding
+from ddpsafe.doctor._examine import run_check
+from ddpsafe.doctor._findings import ok
+from ddpsafe.doctor._subject import Subject
 
 MIB: Final = 1 << 20
 CGROUPS: Final = Path("/sys/fs/cgroup")
@@ -205,3 +216,186 @@ def test_pid_1_of_a_container_needs_an_init() -> None:
     found = Found(json.loads(run.stdout))
     assert found.severity("DS-LIM-007") == "warning"
     assert lines_to_copy(found.of("DS-LIM-007")) == ["docker run --init …"]
+
+
+# Processes, the terminal, the clock, and checks that fail or hang.
+
+
+def test_missing_interpreter_fails() -> None:
+    """Python embedded in another program reports the wrong one."""
+    gone = "import multiprocessing as m; m.set_executable('/nowhere/python')"
+    found = examine("PROC", before=gone)
+    assert found.severity("DS-PROC-001") == "failed"
+    assert "/nowhere/python cannot be started" in found.of("DS-PROC-001")["fact"]
+
+
+def test_ssh_session_without_tmux_is_a_warning_under_nohup_too() -> None:
+    """The command nohup does not keep torchrun alive; tmux does."""
+    session = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22", "TMUX": ""}
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    del session["TMUX"]
+    found = examine("PROC", before=nohup, env=session)
+    assert found.severity("DS-PROC-002") == "warning"
+    assert "tmux new -s train" in lines_to_copy(found.of("DS-PROC-002"))
+    kept = examine("PROC", before=nohup, env={**session, "TMUX": "/tmp/tmux-0/default,1,0"})
+    assert kept.severity("DS-PROC-002") == "ok"
+
+
+def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
+    """A package from the future shows that the clock is behind."""
+    shutil.copytree(PACKAGE, tmp_path / "ddpsafe", ignore=shutil.ignore_patterns("__pycache__"))
+    late = tmp_path / "ddpsafe" / "doctor" / "_checks" / "processes.py"
+    os.utime(late, (4e9, 4e9))
+    program = scripts.write(
+        tmp_path,
+        "script.py",
+        """
+        from ddpsafe import doctor
+        report = doctor.run(checks={"PROC"})
+        print(*(f"{each.code} {each.fact}" for each in report.warnings), sep="\\n")
+        """,
+    )
+    (line,) = scripts.Script([str(program)], folder=tmp_path, fresh=True).end().lines()
+    assert line.startswith("DS-PROC-003 The clock shows 20")
+
+
+def test_check_that_raises_is_a_finding() -> None:
+    """A system that behaves unexpectedly costs one check, not the report."""
+    broken = "import psutil; psutil.PROCFS_PATH = '/nowhere'"
+    found = examine("NET", "LIM", before=broken)
+    assert found.severity("DS-PROC-004") == "warning"
+    found.of("DS-LIM-002")  # whatever the limits of this user are
+
+
+def test_check_that_hangs_ends_at_its_deadline() -> None:
+    """A hanging file system delays nothing else."""
+    over = threading.Event()
+
+    def check_forever(subject: Subject, /) -> Iterator[Finding]:
+        del subject
+        yield ok("DS-LIM-002", "This came before.")
+        over.wait(scripts.LIMIT_S)
+
+    subject = Subject(
+        config=LaunchConfig(),
+        env={},
+        nproc=1,
+        at_launch=False,
+        deadline=Deadline.after(timedelta(seconds=0.1)),
+    )
+    try:
+        before, found = run_check(check_forever, subject, limit=None)
+    finally:
+        over.set()
+    assert (before.severity, found.code) == ("ok", "DS-PROC-004")
+    assert "'check_forever' has not returned after" in found.fact
+
+
+# Data paths, the run directory and the temporary directory.
+
+
+def test_missing_data_path_fails_with_the_part_that_exists(tmp_path: Path) -> None:
+    """The finding names the path and how far it exists."""
+    missing = tmp_path / "data" / "train"
+    report = doctor.run(checks={"PATH"}, data_paths={"train": missing, "valid": tmp_path})
+    (found,) = report.failed
+    assert found.code == "DS-PATH-001"
+    assert found.fact == f"Data path 'train' is not ready: {missing} does not exist."
+    assert str(tmp_path) in found.cause
+    kinds = [each.severity for each in report.findings if each.code == "DS-PATH-001"]
+    assert kinds == ["failed", "ok"]
+
+
+SOFT_NFS: Final = """
+import pathlib, psutil
+root = pathlib.Path({root!r})
+(root / "self").mkdir(parents=True)
+(root / "filesystems").write_text("nodev nfs4\\n")
+(root / "self" / "mounts").write_text("server:/data {place} nfs4 rw,soft,timeo=50 0 0\\n")
+psutil.PROCFS_PATH = str(root)
+"""
+
+
+@needs_namespaces
+def test_data_path_on_a_soft_network_mount_is_a_warning(tmp_path: Path) -> None:
+    """A real mount in a table that names a server, since no server runs here."""
+    place = tmp_path / "data"
+    place.mkdir()
+    found = examine(
+        "PATH",
+        host=f"mount -t tmpfs tmpfs {place}",
+        before=SOFT_NFS.format(root=str(tmp_path / "proc"), place=place),
+        data_paths={"train": str(place)},
+    )
+    assert found.severity("DS-PATH-002") == "warning"
+    assert "mounted `soft`" in found.of("DS-PATH-002")["fact"]
+    assert lines_to_copy(found.of("DS-PATH-002")) == [f"mount -o remount,hard {place}"]
+
+
+@needs_namespaces
+def test_run_directory_on_a_read_only_mount_fails(tmp_path: Path) -> None:
+    """Only such a mount stops root from writing."""
+    place = tmp_path / "runs"
+    place.mkdir()
+    found = examine(
+        "PATH", host=f"mount -t tmpfs -o ro tmpfs {place}", run_dir=str(place / "7" / "a")
+    )
+    assert found.severity("DS-PATH-003") == "failed"
+    assert f"{place} cannot be written (Read-only file system)" in found.of("DS-PATH-003")["fact"]
+
+
+def test_run_directory_below_a_file_fails(tmp_path: Path) -> None:
+    """A path through a file cannot be created; one with a blank can be copied."""
+    file = tmp_path / "a file"
+    file.write_text("", encoding="utf-8")
+    (finding,) = doctor.run(checks={"PATH"}, run_dir=file / "run").failed
+    assert finding.code == "DS-PATH-003"
+    assert f"namei -l '{file}'; findmnt -T '{file}'" in finding.fix
+
+
+@needs_namespaces
+def test_full_run_directory_is_reported_in_bytes_and_in_files(tmp_path: Path) -> None:
+    """A file system can run out of either."""
+    small = examine(
+        "PATH", host=f"mount -t tmpfs -o size=64m tmpfs {tmp_path}", run_dir=str(tmp_path)
+    )
+    full = examine(
+        "PATH", host=f"mount -t tmpfs -o size=2m tmpfs {tmp_path}", run_dir=str(tmp_path)
+    )
+    files = examine(
+        "PATH", host=f"mount -t tmpfs -o nr_inodes=50 tmpfs {tmp_path}", run_dir=str(tmp_path)
+    )
+    assert (small.severity("DS-PATH-004"), full.severity("DS-PATH-004")) == ("warning", "failed")
+    assert "room for only" in files.of("DS-PATH-004")["fact"]
+
+
+def test_slow_run_directory_is_a_warning_within_seconds(tmp_path: Path) -> None:
+    """The check does not wait for a disk that takes 0.5 s for every MiB."""
+    slow = "import os, time; real = os.fsync; os.fsync = lambda fd: (time.sleep(0.5), real(fd))"
+    found = examine("PATH", before=slow, run_dir=str(tmp_path))
+    assert found.severity("DS-PATH-005") == "warning"
+    assert found.report["took_s"] < 8
+
+
+def test_temporary_directory_that_does_not_exist_is_a_warning(tmp_path: Path) -> None:
+    """Python silently uses another one; the copied line creates it."""
+    env = {"TMPDIR": str(tmp_path / "gone")}
+    found = examine("PATH", env=env)
+    assert "does not exist; files go to" in found.of("DS-PATH-006")["fact"]
+    line, *_ = lines_to_copy(found.of("DS-PATH-006"))
+    assert line == f"mkdir -p {tmp_path}/gone"
+
+
+def test_temporary_directory_too_long_for_sockets_breaks_the_forkserver(tmp_path: Path) -> None:
+    """The forkserver listens on a socket there, before Python 3.14; spawn does not."""
+    deep = tmp_path / ("d" * 80)
+    deep.mkdir()
+    env = {"TMPDIR": str(deep)}
+    start = "from multiprocessing import forkserver; forkserver.ensure_running()"
+    started = subprocess.run(
+        [sys.executable, "-c", start], env={**os.environ, **env}, check=False, capture_output=True
+    )
+    starts = started.returncode == 0
+    assert examine("PATH", env=env).severity("DS-PATH-006") == ("ok" if starts else "warning")
+    forkserver = examine("PATH", env=env, start_method="forkserver")
+    assert forkserver.severity("DS-PATH-006") == ("ok" if starts else "failed")

@@ -28,11 +28,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), RUNS]
 
 
 def count_exit_codes(call: str, *, runs: int, folder: Path) -> dict[str, int]:
-    """Run a loop of `teardown_programs` in a new process, which must not print to stderr.
-
-    Returns:
-        The number of ranks for each exit code.
-    """
+    """Run a loop of `teardown_programs` in a new process, which prints no error; count the ranks' exit codes."""
     source = f"""
         import teardown_programs
         if __name__ == "__main__":

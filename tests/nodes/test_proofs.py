@@ -1,7 +1,7 @@
 """No delay, pause, outage or clock makes node 0 prove a deadlock that is none: random jobs on simulated nodes.
 
 The nodes and their network are simulated, in virtual time; what node 0 concludes from their messages is
-the real thing. `tests/nodes/test_hangs.py` has real deadlocks on real hosts.
+the real thing. `tests/nodes/test_faults.py` has real deadlocks on real hosts.
 """
 
 from __future__ import annotations

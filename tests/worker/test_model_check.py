@@ -1,9 +1,9 @@
-"""Models are compared by name before DistributedDataParallel copies them by position."""
+"""Models are compared before they are copied, and `launch(seed=…)` seeds each rank once they are equal."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import context_programs as programs
 import pytest
@@ -109,3 +109,37 @@ def test_warnings_of_the_constructor_are_the_callers(tmp_path: Path, how: tuple[
     done = scripts.Script(command, folder=tmp_path).end()
     assert done.code == 0, done.err
     assert done.out.splitlines() == ["True"] * 4
+
+
+# Seeds.
+
+
+def draw(folder: Path, how: str, *, seed: int | None = 3, ranks: int = 2) -> list[dict[str, Any]]:
+    """Return what each rank drew."""
+    folder.mkdir()
+    result = World(folder=folder, ranks=ranks).launch(programs.draw_after_wrap, how, seed=seed)
+    return [result.values[rank] for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("how", ["wrap", "by hand"])
+def test_dropout_differs_between_ranks_once_the_model_is_wrapped(tmp_path: Path, how: str) -> None:
+    """The models were equal before DDP copied any; the same launch again draws the same."""
+    zero, one = draw(tmp_path / "first", how)
+    assert zero["weights"] == one["weights"]
+    assert zero["mask"] != one["mask"]
+    assert not zero["second wrap"]
+    assert not one["second wrap"]
+    assert draw(tmp_path / "again", how) == [zero, one]
+    (alone,) = draw(tmp_path / "alone", "wrap", ranks=1)
+    assert alone["mask"] == zero["mask"]
+
+
+@pytest.mark.parametrize(
+    ("how", "seed"),
+    [("restored", 3), ("own seed", 3), pytest.param("wrap", None, marks=pytest.mark.full)],
+)
+def test_a_generator_that_was_set_stays(tmp_path: Path, how: str, seed: int | None) -> None:
+    """A restored checkpoint and the script's own seed win, and nothing is seeded without a seed."""
+    for rank in draw(tmp_path / "run", how, seed=seed):
+        assert rank["unchanged"]
+        assert not rank["second wrap"]
