@@ -1,4 +1,4 @@
-"""A way between two launchers that drops connections, and can be cut."""
+"""Channels between launchers, and a way between two of them that can be cut."""
 
 from __future__ import annotations
 
@@ -6,18 +6,36 @@ import contextlib
 import socket
 import struct
 import threading
-from typing import Final
+from datetime import timedelta
+from typing import Any, Final
+
+from ddpsafe._clock import Deadline
+from ddpsafe._job.channel import Channel, Hello
+from ddpsafe._launcher.nodes.node_messages import CODEC
 
 HERE: Final = "127.0.0.1"
+HELLO: Final = Hello(mono_ns=1, wall_ns=1)
+COMMON: Final[dict[str, Any]] = {
+    "secret": b"secret",
+    "scope": "round",
+    "codec": CODEC,
+    "node_loss": timedelta(minutes=2),
+}
+
+
+def listen(**fields: Any) -> Channel:
+    """Open node 0's end, by default of three nodes."""
+    return Channel.listen(HERE, **{**COMMON, "nnodes": 3, **fields})
+
+
+def dial(port: int, **fields: Any) -> Channel:
+    """Connect to a port as a node, by default as node 1."""
+    own = {"node": 1, "hello": lambda: HELLO, "deadline": Deadline.after(timedelta(seconds=10))}
+    return Channel.dial((HERE, port), **{**COMMON, **own, **fields})
 
 
 class Wire:
-    """A way between two launchers that can be cut.
-
-    Attributes:
-        drops: How many of the next connections it closes at once.
-        leads_to: The port of the next ones.
-    """
+    """A way between two launchers that can be cut, and closes the next `drops` connections at once."""
 
     def __init__(self, port: int, *, drops: float = 0) -> None:
         self.leads_to = port

@@ -94,7 +94,6 @@ class Launcher:
     """All launchers of a test, which are ended with it."""
 
     def __init__(self, host: Host, arguments: Sequence[str], env: dict[str, str]) -> None:
-        """Start ``python *arguments``."""
         self.host = host
         Launcher.started.append(self)
         environment = {**scripts.clean_environment(), **env}
@@ -132,6 +131,10 @@ class Launcher:
     def err(self) -> str:
         """What the program has written to stderr."""
         return "".join(self.errors)
+
+    def await_said(self, text: str) -> None:
+        """Wait until the program has written a text to stderr."""
+        scripts.wait_until(lambda: text in self.err, otherwise=lambda: (self.err, self.lines))
 
     def end(self, within_s: float = LIMIT_S) -> int:
         """Wait until the program exits; return its exit code."""
@@ -237,6 +240,14 @@ def await_ranks(folder: Path, name: str, ranks: int, launchers: list[Launcher]) 
 
     scripts.wait_until(
         train, otherwise=lambda: [launcher.err[-1500:] for launcher in launchers], within_s=120
+    )
+
+
+def await_files(launchers: list[Launcher], folder: Path, pattern: str, count: int) -> None:
+    """Wait until ranks have made so many files, each one."""
+    scripts.wait_until(
+        lambda: len(list(folder.glob(pattern))) == count,
+        otherwise=lambda: [launcher.err for launcher in launchers],
     )
 
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from cut_wire import listen
 from hosts import Network, find_obstacle, require
 from nodes_kit import Launcher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from ddpsafe._job.channel import Channel
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +35,13 @@ def own_network() -> Iterator[Network]:
         yield hosts
     for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
         shutil.rmtree(left)  # left by the host without power; its disk is this machine's
+
+
+@pytest.fixture
+def channel() -> Iterator[Channel]:
+    """Open node 0's end of the channel of three nodes, without any other node."""
+    with contextlib.closing(listen()) as listening:
+        yield listening
 
 
 @pytest.fixture(autouse=True)

@@ -119,12 +119,7 @@ class Inbox:
 
 @dataclass
 class Node0:
-    """Node 0, whose events happen at their times.
-
-    Attributes:
-        script: The events: after how many seconds, of which node (0: a signal to node 0), and which.
-        done: What the core has had done, without its waits.
-    """
+    """Node 0, whose events happen at their times: after how many seconds, of which node, and which."""
 
     script: list[tuple[float, int, Any]]
     config: LaunchConfig = ELASTIC

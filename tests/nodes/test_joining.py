@@ -26,6 +26,7 @@ from machine import require_in_time
 from nodes_kit import (
     Case,
     Launcher,
+    await_files,
     finish_job,
     require_the_same,
     run_job,
@@ -231,10 +232,8 @@ def test_the_host_of_the_endpoint_may_be_the_last_to_join(network: Network, tmp_
     """The others report that nothing answers yet, and join as soon as it does."""
     case = Case(name="late first", after={0: "others-wait"})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
-    scripts.wait_until(
-        lambda: all("finds no launcher at h0:" in each.err for each in launchers[1:]),
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    for launcher in launchers[1:]:
+        launcher.await_said("finds no launcher at h0:")
     (tmp_path / "others-wait").touch()
     came_s = time.time()
     said = [each["late first"] for each in finish_job(network, [case], launchers)]
@@ -334,10 +333,7 @@ def test_a_node_that_is_started_twice_is_refused_the_second_time(
     second = replace(first, fields={"nnodes": 2, "run_dir": str(tmp_path / "again")})
     endpoint = "h0:28650"
     launchers = [start_node(network, node, [first], tmp_path, (1, 1), endpoint) for node in (0, 1)]
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    await_files(launchers, tmp_path, "running-job-1-*", 2)
     again = start_node(network, twice, [second], tmp_path, (1, 1), endpoint)
     assert again.end() == 0, again.err
     said = again.results()["job"]
@@ -388,13 +384,9 @@ def test_a_launcher_that_leaves_while_it_waits_frees_its_place(
         launchers = [first, start(2), start(1)]
     else:
         first, second = start(0), start(1)
-        scripts.wait_until(
-            lambda: "2 of 3 nodes reached" in second.err, otherwise=lambda: second.err
-        )
+        second.await_said("2 of 3 nodes reached")
         own_network[1].power_off()
-        scripts.wait_until(
-            lambda: "h1 (10.77.0.2) cannot be reached" in first.err, otherwise=lambda: first.err
-        )
+        first.await_said("h1 (10.77.0.2) cannot be reached")
         launchers = [first, start(2), start(2, again)]
     found = finish_job(own_network, [case], launchers, besides=[1] if how == "power" else [])
     values = [each["job"].get("values") for each in found]
@@ -477,9 +469,7 @@ def test_what_fails_on_a_node_before_it_joins_is_told_to_node_0(
     options = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", "h0:29389"]
     command = ["-m", "ddpsafe", "run", *options]
     first = Launcher(network[0], [*command, str(script)], {})
-    scripts.wait_until(
-        lambda: "the secret of this job" in first.err, otherwise=lambda: first.err
-    )  # it serves the endpoint
+    first.await_said("the secret of this job")  # it serves the endpoint
     if what == "script":
         second = Launcher(network[1], [*command, str(tmp_path / "none.py")], {})
         words = "h1 does not join: There is no script"

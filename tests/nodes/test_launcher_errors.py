@@ -209,20 +209,16 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     """Both while nodes are missing and in the pause before another attempt."""
     case = Case(name="never", fields={"nnodes": 3})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    scripts.wait_until(
-        lambda: all("2 of 3 nodes reached" in each.err for each in launchers),
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    for launcher in launchers:
+        launcher.await_said("2 of 3 nodes reached")
     os.kill(launchers[0].pid, signum)
     require_interrupted(launchers, signum)
 
     retry = {**RETRY, "backoff_initial": 300, "backoff_max": 300}
     case = Case(name="pause", what="kill-until-9", rank=1, fields={"retry": retry})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    scripts.wait_until(
-        lambda: "trying again in" in launchers[0].err and "attempt 1 failed" in launchers[1].err,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    launchers[0].await_said("trying again in")
+    launchers[1].await_said("attempt 1 failed")
     os.kill(launchers[0].pid, signum)
     require_interrupted(launchers, signum)
     require_nothing_left(network)

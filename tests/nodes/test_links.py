@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
-import scripts
-from nodes_kit import Case, finish_job, require_the_same, start_job
+from nodes_kit import Case, await_files, finish_job, require_the_same, start_job
 
 from ddpsafe._launcher.nodes.links import find_broken_link
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
@@ -236,10 +235,7 @@ def test_a_broken_link_between_two_other_nodes_is_named(
     """
     case = Case(name="held", what="held", fields={"timeouts": {"collective": collective_s}})
     launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1, 1))
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 3,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    await_files(launchers, tmp_path, "running-held-1-*", 3)
     for one, other in ((1, 2), (2, 1)):
         own_network[one].shell(f"echo {retries} > /proc/sys/net/ipv4/tcp_retries2")
         own_network[one].drop_all_from(own_network[other])

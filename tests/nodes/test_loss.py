@@ -15,7 +15,15 @@ import pytest
 import scripts
 from hosts import Network, find_obstacle, require
 from machine import require_in_time
-from nodes_kit import Case, Launcher, finish_job, require_nothing_left, require_the_same, start_job
+from nodes_kit import (
+    Case,
+    Launcher,
+    await_files,
+    finish_job,
+    require_nothing_left,
+    require_the_same,
+    start_job,
+)
 
 from ddpsafe._limits import LOSS_S
 
@@ -49,14 +57,6 @@ LONG: Final = Case(
     what="long",
     fields={"timeouts": {"collective": 60, "grace": 3, "node_loss": NODE_LOSS_S}},
 )
-
-
-def await_files(launchers: list[Launcher], folder: Path, pattern: str, count: int) -> None:
-    """Wait until ranks have made so many files, each one."""
-    scripts.wait_until(
-        lambda: len(list(folder.glob(pattern))) == count,
-        otherwise=lambda: [launcher.err for launcher in launchers],
-    )
 
 
 def start_training(network: Network, folder: Path) -> list[Launcher]:
@@ -108,11 +108,7 @@ def test_a_host_that_vanishes_is_named_within_seconds(
     LOSSES[how](own_network, victim)
     there = [1 - victim] if how == "power" else [0, 1]
     for node in there:
-        warning = f"node {1 - node} ('h{1 - node}') cannot be reached"
-        scripts.wait_until(
-            lambda node=node, warning=warning: warning in launchers[node].err,  # type: ignore[misc]
-            otherwise=lambda node=node: launchers[node].err,  # type: ignore[misc]
-        )
+        launchers[node].await_said(f"node {1 - node} ('h{1 - node}') cannot be reached")
         require_in_time(time.time() - before_s, 5.0, "the other node is warned of")
     for node in there:
         launchers[node].end()
@@ -130,12 +126,9 @@ def test_node_0_may_be_lost_once_all_ranks_have_returned(
     os.mkfifo(tmp_path / "wait-job")
     launchers = start_job(own_network, [case], tmp_path, nproc=[1, 1])
 
-    def await_text(text: str) -> None:
-        scripts.wait_until(lambda: text in launchers[1].err, otherwise=lambda: launchers[1].err)
-
-    await_text("rank 1 has returned, but its process")
+    launchers[1].await_said("rank 1 has returned, but its process")
     os.kill(launchers[0].pid, signal.SIGKILL)
-    await_text("node 0 ('h0') was lost after all ranks of the job had returned")
+    launchers[1].await_said("node 0 ('h0') was lost after all ranks of the job had returned")
     (tmp_path / "wait-job").open("w").close()
     launchers[1].end()
     assert launchers[1].results()["job"]["values"] == {"1": 1}, launchers[1].err
@@ -156,8 +149,7 @@ def test_a_launcher_that_ends_while_its_host_is_away_is_lost_once_that_answers(
     await_files(launchers, tmp_path, "running-job-1-*", 2)
 
     def end_node_0() -> None:
-        warning = "node 0 ('h0') cannot be reached"
-        scripts.wait_until(lambda: warning in launchers[1].err, otherwise=lambda: launchers[1].err)
+        launchers[1].await_said("node 0 ('h0') cannot be reached")
         os.kill(launchers[0].pid, signal.SIGKILL)
         launchers[0].wait_for_end()
 
@@ -197,11 +189,7 @@ def cut(network: Network, node: int, *, until: Callable[[], object]) -> None:
 def await_said(launchers: list[Launcher], what: str) -> None:
     """Wait until each of two launchers has said something about the node of the other."""
     for node, launcher in enumerate(launchers):
-        text = f"node {1 - node} ('h{1 - node}') {what}"
-        scripts.wait_until(
-            lambda launcher=launcher, text=text: text in launcher.err,  # type: ignore[misc]
-            otherwise=lambda launcher=launcher: launcher.err,  # type: ignore[misc]
-        )
+        launcher.await_said(f"node {1 - node} ('h{1 - node}') {what}")
 
 
 @pytest.mark.full
@@ -274,8 +262,7 @@ def test_a_node_that_has_not_seen_an_outage_does_not_take_it_for_the_end_of_the_
     os.kill(launchers[unaware].pid, signal.SIGSTOP)
     try:
         aware = launchers[1 - unaware]
-        text = "cannot be reached (Connection timed out)"
-        scripts.wait_until(lambda: text in aware.err, otherwise=lambda: aware.err)
+        aware.await_said("cannot be reached (Connection timed out)")
         own_network[1].plug_in()
         # Its kernel knows by now what it will tell the launcher.
         scripts.wait_until(
@@ -283,10 +270,7 @@ def test_a_node_that_has_not_seen_an_outage_does_not_take_it_for_the_end_of_the_
         )
     finally:
         os.kill(launchers[unaware].pid, signal.SIGCONT)
-    scripts.wait_until(
-        lambda: "can be reached again" in aware.err,
-        otherwise=lambda: [(each.err, each.lines) for each in launchers],
-    )
+    aware.await_said("can be reached again")
     require_no_failure(own_network, tmp_path, [HELD], launchers)
 
 
@@ -305,8 +289,7 @@ def test_training_ends_as_usual_after_a_firewall_has_forgotten_its_connections(
         launchers = start_job(network, [case], tmp_path, nproc=[1, 1])
         await_files(launchers, tmp_path, "running-held-1-*", 2)
         network[0].forget_connections()
-        text = "node 0 ('h0') can be reached again"
-        scripts.wait_until(lambda: text in launchers[1].err, otherwise=lambda: launchers[1].err)
+        launchers[1].await_said("node 0 ('h0') can be reached again")
         require_no_failure(network, tmp_path, [case], launchers)
     for text in ("Traceback", "had returned"):
         assert text not in launchers[1].err
@@ -321,10 +304,7 @@ def test_a_rank_that_fails_during_an_outage_ends_the_job_at_once(
     _, launchers = start_held_training(own_network, tmp_path)
     node = culprit // 2
     own_network[1].unplug()
-    warning = f"node {1 - node} ('h{1 - node}') cannot be reached"
-    scripts.wait_until(
-        lambda: warning in launchers[node].err, otherwise=lambda: launchers[node].err
-    )
+    launchers[node].await_said(f"node {1 - node} ('h{1 - node}') cannot be reached")
     pid = int((tmp_path / f"running-held-1-{culprit}").read_text())
     failed_s = time.time()
     own_network[node].shell(f"kill -KILL {pid}")
@@ -344,12 +324,10 @@ def test_a_stopped_launcher_causes_a_warning_and_is_not_lost(
     other = launchers[1 - victim]
     os.kill(launchers[victim].pid, signal.SIGSTOP)
     try:
-        named = f"node {victim} ('h{victim}'): its launcher has not responded for 15 s"
-        scripts.wait_until(lambda: named in other.err, otherwise=lambda: other.err)
+        other.await_said(f"node {victim} ('h{victim}'): its launcher has not responded for 15 s")
     finally:
         os.kill(launchers[victim].pid, signal.SIGCONT)
-    again = f"node {victim} ('h{victim}'): its launcher responds again"
-    scripts.wait_until(lambda: again in other.err, otherwise=lambda: other.err)
+    other.await_said(f"node {victim} ('h{victim}'): its launcher responds again")
     assert "has not responded" not in launchers[victim].err
     require_no_failure(network, tmp_path, cases, launchers)
 
@@ -382,15 +360,12 @@ def test_a_node_can_be_ended_while_the_launcher_of_node_0_is_stopped(
     stopped, other = launchers
     os.kill(stopped.pid, signal.SIGSTOP)
 
-    def await_said(text: str) -> None:
-        scripts.wait_until(lambda: text in other.err, otherwise=lambda: other.err)
-
     try:
         if fails:
             (tmp_path / "fail-held-3").touch()
-            await_said("rank 3 has failed: ValueError: bad batch; node 0 ('h0') decides what")
+            other.await_said("rank 3 has failed: ValueError: bad batch; node 0 ('h0') decides what")
         os.kill(other.pid, signal.SIGTERM)
-        await_said("SIGTERM: waiting for node 0 ('h0'), which decides for all nodes")
+        other.await_said("SIGTERM: waiting for node 0 ('h0'), which decides for all nodes")
         sent_s = time.time()
         os.kill(other.pid, signal.SIGINT)
         os.kill(other.pid, signal.SIGINT)
@@ -481,10 +456,7 @@ def test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes(
     launchers = start_job(
         network, [Case(name="job", what="linger", rank=0, fields=fields)], tmp_path, nproc=[1, 1]
     )
-    scripts.wait_until(
-        lambda: "rank 0 has returned, but its process" in launchers[0].err,
-        otherwise=lambda: [(launcher.err, launcher.lines) for launcher in launchers],
-    )
+    launchers[0].await_said("rank 0 has returned, but its process")
     os.kill(launchers[1].pid, signal.SIGINT)
     assert [launcher.end() for launcher in launchers] == [-signal.SIGINT, -signal.SIGINT]
     for launcher in launchers:
@@ -506,8 +478,7 @@ def test_a_node_that_loses_node_0_reports_what_its_own_rank_raised(
         os.kill(first.pid, signal.SIGSTOP)
     (tmp_path / "fail-held-3").touch()
     if how == "killed":
-        failed = "rank 3 has failed: ValueError: bad batch"
-        scripts.wait_until(lambda: failed in other.err, otherwise=lambda: other.err)
+        other.await_said("rank 3 has failed: ValueError: bad batch")
         os.kill(first.pid, signal.SIGKILL)
     other.end()
     said = other.results()["held"]

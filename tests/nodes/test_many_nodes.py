@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
-from cut_wire import HERE, Wire
+from cut_wire import Wire, dial, listen
 from machine import require_in_time
 
 from ddpsafe._clock import Deadline
-from ddpsafe._job.channel import Channel, Hello
-from ddpsafe._launcher.nodes.node_messages import CODEC, NodeFacts, RoundPlan
+from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.nodes.node_zero import world_of
 
 if TYPE_CHECKING:
@@ -62,7 +61,6 @@ class Nodes(tuple[NodeFacts, ...]):
     reads = 0
 
     def __iter__(self) -> Iterator[NodeFacts]:
-        """Count each node."""
         Nodes.reads += len(self)
         return super().__iter__()
 
@@ -87,7 +85,7 @@ def test_the_places_of_all_ranks_cost_a_constant_for_each() -> None:
 
 def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
     """The answer to a greeting takes as long as a packet travels; until then they may be anyone."""
-    channel = Channel.listen("127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=400)
+    channel = listen(nnodes=400)
     dialled = []
     try:
         for _ in range(399):
@@ -109,19 +107,9 @@ def test_no_node_is_dropped_when_all_of_them_dial_at_once() -> None:
 
 def test_a_dial_that_node_0_drops_is_tried_again() -> None:
     """Other programs may have filled its list; the next dial is greeted."""
-    hello = Hello(mono_ns=1, wall_ns=1)
-    channel = Channel.listen(HERE, secret=b"secret", scope="round", codec=CODEC, nnodes=2)
+    channel = listen(nnodes=2)
     wire = Wire(channel.port, drops=1)
-    limit = Deadline.after(timedelta(seconds=20))
-    node = Channel.dial(
-        (HERE, wire.port),
-        secret=b"secret",
-        scope="round",
-        codec=CODEC,
-        node=1,
-        hello=lambda: hello,
-        deadline=limit,
-    )
+    node = dial(wire.port, deadline=Deadline.after(timedelta(seconds=20)))
     assert channel.connected() == {1}
     node.close()
     wire.close()

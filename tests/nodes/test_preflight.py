@@ -5,9 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-import scripts
 from machine import require_in_time
-from nodes_kit import Case, Launcher, finish_job, require_the_same, start_job, start_node
+from nodes_kit import (
+    Case,
+    Launcher,
+    await_files,
+    finish_job,
+    require_the_same,
+    start_job,
+    start_node,
+)
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -89,10 +96,7 @@ def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
         return start_node(own_network, node, [case], tmp_path, (1, 1, 1), endpoint)
 
     first, second = start(0), start(1)
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
-        otherwise=lambda: [each.err[-1500:] for each in (first, second)],
-    )
+    await_files((first, second), tmp_path, "running-job-1-*", 2)
     own_network[2].open_only()
     own_network[1].power_off()
     third = start(2)

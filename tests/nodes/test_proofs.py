@@ -53,7 +53,6 @@ class Clock:
     """The time of node 0."""
 
     def __init__(self) -> None:
-        """Start somewhere."""
         self.now_s = 1_000.0
 
     def ns(self) -> int:
@@ -92,7 +91,6 @@ class Node:
     """A node: a launcher that relays and reports, and ranks of a simulated job."""
 
     def __init__(self, number: int, job: Job, choose: random.Random, clock: Clock) -> None:
-        """Begin with all well."""
         self.number, self._job, self._clock = number, job, clock
         self._choose = choose
         self.to_node, self.to_zero = Wire(choose, clock), Wire(choose, clock)

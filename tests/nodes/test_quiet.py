@@ -9,8 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-import scripts
-from nodes_kit import Case, require_nothing_left, start_job
+from nodes_kit import Case, await_files, require_nothing_left, start_job
 
 from ddpsafe._host import without_cpp_warnings
 
@@ -40,10 +39,7 @@ def test_a_lost_store_is_not_shown_as_cpp_frames_and_heartbeats(
     fields = {"timeouts": {"collective": 60, "grace": 9}}
     case = Case(name="job", what="stubborn", fields=fields)
     first, other = start_job(own_network, [case], tmp_path, nproc=[1, 1])
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-job-1-*"))) == 2,
-        otherwise=lambda: (first.err, other.err),
-    )
+    await_files([first, other], tmp_path, "running-job-1-*", 2)
     os.kill(first.pid, signal.SIGKILL)
     first.wait_for_end()
     other.end()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from cut_wire import HERE, dial, listen
 from nodes_kit import parts_of
 from scripts import wait_until
 
@@ -25,14 +25,11 @@ from ddpsafe._errors import (
     RendezvousTimeoutError,
     describes,
 )
-from ddpsafe._job.channel import Channel, Hello
 from ddpsafe._launcher.nodes.lobby import Lobby, Membership
 from ddpsafe._launcher.nodes.node_messages import (
-    CODEC,
     CannotTakePart,
     Introduction,
     NodeFacts,
-    NodeMessage,
     Ready,
     RoundPlan,
     RoundResult,
@@ -47,8 +44,6 @@ from ddpsafe.doctor._findings import Finding
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-HERE = "127.0.0.1"
-SECRET = b"secret"
 NODES = tuple(
     NodeFacts(
         hostname=f"h{node}", pid=1, address=HERE, nproc=1, settings={}, launcher=f"launcher {node}"
@@ -64,19 +59,13 @@ PLAN = RoundPlan(
 
 @dataclass
 class Job:
-    """Node 0 of a job of three nodes, and the other ones as they see it; without torch's rendezvous.
-
-    Attributes:
-        findings: The findings of the connection check.
-        others: The other nodes, by their numbers.
-    """
+    """Node 0 of a job of three nodes, and the other ones as they see it; without torch's rendezvous."""
 
     inbox: SignalInbox
     findings: tuple[Finding, ...] = ()
     others: dict[int, NodeRendezvous] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Open node 0's end."""
         config = LaunchConfig(
             nnodes=3,
             nproc_per_node=1,
@@ -84,9 +73,7 @@ class Job:
             preflight="full",
             rendezvous={"endpoint": "h0:29400"},
         )
-        self.channel = Channel[str, NodeMessage].listen(
-            HERE, secret=SECRET, scope="job", codec=CODEC, nnodes=3
-        )
+        self.channel = listen(scope="job")
         self.rendezvous: Any = NodeRendezvous(config, self.inbox)
         self.rendezvous.endpoint.serves = True
         self.rendezvous._channel = self.channel
@@ -117,27 +104,12 @@ class Job:
         """Connect as a node."""
         node = replace(NODES[number], **changes)
         other: Any = NodeRendezvous(self.rendezvous._config, self.inbox)
-        other._channel = self.open_channel(node.launcher)
+        other._channel = dial(self.channel.port, scope="job", node=node.launcher)
         other.membership = Membership(NODES[0])
         other.channel.send(Introduction(node=node))
         self.others[len(self.others) + 1] = other
         self.wait_until(lambda: self.lobby.has_come_or_left(node.launcher))
         return other.membership
-
-    def open_channel(
-        self, launcher: str, *, secret: bytes = SECRET, about: object = None
-    ) -> Channel[int, NodeMessage]:
-        """Dial node 0."""
-        return Channel.dial(
-            (HERE, self.channel.port),
-            secret=secret,
-            scope="job",
-            codec=CODEC,
-            node=launcher,
-            hello=lambda: Hello(mono_ns=time.monotonic_ns(), wall_ns=time.time_ns()),
-            deadline=Deadline.after(timedelta(seconds=20)),
-            about=about,
-        )
 
     def refuse_unable(self) -> None:
         """Refuse who cannot take part."""

@@ -16,6 +16,7 @@ from machine import require_in_time
 from nodes_kit import (
     Case,
     Launcher,
+    await_files,
     await_ranks,
     finish_job,
     require_nothing_left,
@@ -128,7 +129,7 @@ def test_a_node_that_has_lost_node_0_joins_again(
             pid = int((tmp_path / "running-two-1-1").read_text())
             own_network[1].shell(f"kill -KILL {pid}")
         scripts.wait_until(has_left, otherwise=lambda: second.err)
-        scripts.wait_until(lambda: "trying again" in first.err, otherwise=lambda: first.err)
+        first.await_said("trying again")
         own_network[1].plug_in()
         attempt = 2
     else:
@@ -158,7 +159,7 @@ def test_a_node_that_has_lost_node_0_before_the_first_attempt_joins_again(
         return start_node(own_network, node, [case], tmp_path, (1, 1, 1), ENDPOINT)
 
     first, second = start(0), start(1)
-    scripts.wait_until(lambda: "2 of 3 nodes reached" in first.err, otherwise=lambda: first.err)
+    first.await_said("2 of 3 nodes reached")
     os.kill(first.pid, signal.SIGKILL)
     # A kernel resets the connection if something was unread.
     why = r"(its launcher has ended|Connection reset by peer)\."
@@ -294,10 +295,7 @@ def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
     launchers = [start_node(network, node, [case], tmp_path, nproc, ENDPOINT) for node in (0, 1)]
     await_ranks(tmp_path, f"{name}-1", 2, launchers)
     launchers.append(start_node(network, 2, [case], tmp_path, nproc, ENDPOINT))
-    scripts.wait_until(
-        lambda: "h2 waits, and joins at the next failure" in launchers[2].err,
-        otherwise=lambda: launchers[2].err,
-    )
+    launchers[2].await_said("h2 waits, and joins at the next failure")
     assert not list(tmp_path.glob(f"running-{name}-2-*"))
     os.kill(launchers.pop(1).pid, signal.SIGKILL)
     killed_s = time.time()
@@ -321,10 +319,7 @@ def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -
         after={2: "running-spare-1-1"},
     )
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
-    scripts.wait_until(
-        lambda: "h2 waits, and joins" in launchers[2].err,
-        otherwise=lambda: [each.err[-1500:] for each in launchers],
-    )
+    launchers[2].await_said("h2 waits, and joins")
     (tmp_path / "release-spare").touch()
     found = finish_job(network, [case], launchers)
     assert [each["spare"]["values"] for each in found] == [{"0": 0}, {"1": 1}, {}]
@@ -383,10 +378,7 @@ def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
     options = ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint=h0:{28670 + victim}"]
     command = ["-m", "ddpsafe", "run", *options, f"--run-dir={tmp_path}/run", str(script)]
     launchers = [Launcher(network[node], command, scripts.FORKING) for node in (0, 1)]
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("ready-*"))) == 2,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    await_files(launchers, tmp_path, "ready-*", 2)
     os.kill(launchers[victim].pid, signal.SIGUSR1)
     assert [each.end() for each in launchers] == [AGAIN, AGAIN], [each.err for each in launchers]
     saved = [path.read_text() for path in tmp_path.glob("saved-*")]

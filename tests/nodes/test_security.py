@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import scripts
-from nodes_kit import Case, finish_job, start_job
+from cut_wire import HELLO, dial, listen
+from nodes_kit import Case, await_files, finish_job, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._job import channel as channel_module
@@ -27,7 +28,6 @@ from ddpsafe._job.channel import (
     Alive,
     Channel,
     GarbledError,
-    Hello,
     Lost,
     RefusedError,
 )
@@ -53,47 +53,17 @@ from ddpsafe._limits import LOSS_S
 from ddpsafe._wire.messages import Position, Raised, Returned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from hosts import Network
-
-HELLO = Hello(mono_ns=1, wall_ns=2)
 
 
 class Evil:
     """Runs a command when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
-        """Store the file that the command creates."""
         self._mark = mark
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Tell pickle to run the command."""
         return os.system, (f"touch {self._mark}",)
-
-
-@pytest.fixture
-def channel() -> Iterator[Channel]:
-    """Open node 0's end for three nodes."""
-    listening = Channel.listen("127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3)
-    yield listening
-    listening.close()
-
-
-def dial(
-    channel: Channel | int, *, node: int = 1, secret: bytes = b"secret", about: object = None
-) -> Channel:
-    """Connect as a node, to a channel or to whatever is at a port."""
-    return Channel.dial(
-        ("127.0.0.1", channel if isinstance(channel, int) else channel.port),
-        secret=secret,
-        scope="round",
-        codec=CODEC,
-        node=node,
-        hello=lambda: HELLO,
-        deadline=Deadline.after(timedelta(seconds=5)),
-        about=about,
-    )
 
 
 def read_events(channel: Channel, number: int) -> list[tuple[int, object]]:
@@ -116,7 +86,7 @@ def _wait(channel: Channel, limit_s: float) -> None:
 
 def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
     """In both directions and in order; the end of a connection is read after its messages."""
-    node = dial(channel)
+    node = dial(channel.port)
     node.send(LetRanksExit())
     assert read_events(channel, 2) == [(1, HELLO), (1, LetRanksExit())]
     channel.send(LetRanksExit(), to=1)
@@ -132,11 +102,11 @@ def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
 def test_a_sender_without_the_secret_is_refused(channel: Channel) -> None:
     """Node 0 reads nothing from it but who it says it is, and both ends know why it is refused."""
     with pytest.raises(RefusedError) as caught:
-        dial(channel, secret=b"a guess", about={"hostname": "h9"})
+        dial(channel.port, secret=b"a guess", about={"hostname": "h9"})
     assert caught.value.refusal == "secret"
     assert channel.refused == [("secret", {"hostname": "h9"})]
     assert list(channel.events()) == []
-    node = dial(channel)
+    node = dial(channel.port)
     assert read_events(channel, 1) == [(1, HELLO)]
     node.close()
 
@@ -191,7 +161,7 @@ def test_a_node_knows_why_what_answers_is_not_node_0(said: bytes, refusal: str) 
 )
 def test_a_message_of_any_size_arrives(channel: Channel, letter: str) -> None:
     """In both directions and in order, whatever script its text is in: it comes in pieces."""
-    node = dial(channel)
+    node = dial(channel.port)
     assert read_events(channel, 1) == [(1, HELLO)]
     for size in (1, channel_module._PIECE_BYTES, 20 << 20):
         message = Warned(text=letter * (size // len(json.dumps(letter)) + 1))
@@ -218,10 +188,8 @@ def test_another_program_at_the_endpoint_is_named_once(
     said: bytes, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With its address and what it seems to be; it is closed, and the nodes of the job stay."""
-    channel = Channel.listen(
-        "127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3, warns=True
-    )
-    with contextlib.closing(channel), contextlib.closing(dial(channel)):
+    channel = listen(warns=True)
+    with contextlib.closing(channel), contextlib.closing(dial(channel.port)):
         for _ in range(3):
             with socket.create_connection(
                 ("127.0.0.1", channel.port), 5, source_address=("127.0.0.9", 0)
@@ -249,9 +217,7 @@ def test_torchs_own_client_is_recognized(caplog: pytest.LogCaptureFixture) -> No
     """This is what torchrun does if its endpoint is that of a job of ddpsafe."""
     from torch.distributed import TCPStore
 
-    channel = Channel.listen(
-        "127.0.0.1", secret=b"secret", scope="round", codec=CODEC, nnodes=3, warns=True
-    )
+    channel = listen(warns=True)
     with contextlib.closing(channel):
         with pytest.raises(RuntimeError):
             TCPStore(
@@ -305,7 +271,7 @@ def test_a_stopped_reader_is_not_a_host_that_does_not_answer(
 @pytest.mark.parametrize("times", [0, 1])
 def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, times: int) -> None:
     """Each is signed for one connection and its number in that, so none can be added or repeated."""
-    with contextlib.closing(dial(channel)) as node:
+    with contextlib.closing(dial(channel.port)) as node:
         read_events(channel, 1)
         line = b"." + CODEC.pack(LetRanksExit()) + b"\n"
         with node._lock:  # its thread signs the beats, and sends them in the same order
@@ -322,9 +288,9 @@ def test_a_line_that_a_node_has_not_sent_ends_its_connection(channel: Channel, t
 
 def test_a_node_rank_is_accepted_once(channel: Channel) -> None:
     """A second node with the same rank is refused, and the first one stays."""
-    node = dial(channel)
+    node = dial(channel.port)
     with pytest.raises((RefusedError, OSError)):
-        dial(channel)
+        dial(channel.port)
     assert channel.connected() == {1}
     node.close()
 
@@ -363,7 +329,7 @@ def test_an_unknown_sender_is_dropped_whatever_it_sends(channel: Channel, said: 
                 pass
         except OSError:
             pass
-        node = dial(channel)
+        node = dial(channel.port)
         assert read_events(channel, 1) == [(1, HELLO)]
         node.close()
 
@@ -383,9 +349,9 @@ def is_open(sender: socket.socket) -> bool:
 
 def test_a_flood_of_connections_keeps_no_node_out(channel: Channel) -> None:
     """The number of silent unknown senders is limited, and connected nodes stay."""
-    first = dial(channel, node=1)
+    first = dial(channel.port, node=1)
     senders = [socket.create_connection(("127.0.0.1", channel.port)) for _ in range(400)]
-    second = dial(channel, node=2)
+    second = dial(channel.port, node=2)
     assert channel.connected() == {1, 2}
     assert 0 < sum(is_open(sender) for sender in senders) <= 200
     for sender in senders:
@@ -401,7 +367,7 @@ def test_a_flood_drops_no_node_that_is_slow_to_greet(channel: Channel) -> None:
     flood = [
         socket.create_connection(address, 5, source_address=("127.0.0.2", 0)) for _ in range(400)
     ]
-    dial(channel, node=2).close()  # node 0 has accepted all that came before
+    dial(channel.port, node=2).close()  # node 0 has accepted all that came before
     slow.settimeout(0)
     assert slow.recv(1000)
     with pytest.raises(BlockingIOError):  # and not the end of the connection
@@ -688,10 +654,7 @@ def test_node_0_listens_only_in_a_range_of_ports(network: Network, tmp_path: Pat
         Case(name="held", what="held", fields=fields),
     ]
     launchers = start_job(network, cases, tmp_path, nproc=(1, 1), port=29970)
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 2,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    await_files(launchers, tmp_path, "running-held-1-*", 2)
     ports = {port for _, port in listening_of(launchers[0].pid)}
     (tmp_path / "release-held").touch()
     found = finish_job(network, cases, launchers)
@@ -732,10 +695,7 @@ def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
         Case(name="kills", what="kill-until-2", rank=1, fields={"retry": retry}),
     ]
     launchers = start_job(network, cases, tmp_path, nproc=(1, 1))
-    scripts.wait_until(
-        lambda: len(list(tmp_path.glob("running-held-1-*"))) == 2,
-        otherwise=lambda: [each.err for each in launchers],
-    )
+    await_files(launchers, tmp_path, "running-held-1-*", 2)
     mark = tmp_path / "code of the unknown sender ran"
     for node, launcher in enumerate(launchers):
         listening = listening_of(launcher.pid)

@@ -69,9 +69,7 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
     (socket,) = tmp_path.glob("run-job-1/**/status.sock")
     if how == "cable":
         own_network[1].unplug()
-        scripts.wait_until(
-            lambda: "cannot be reached" in launchers[1].err, otherwise=lambda: launchers[1].err
-        )
+        launchers[1].await_said("cannot be reached")
     else:
         os.kill(launchers[0].pid, signal.SIGSTOP)
     facts = ask(socket.parent, stacks=True)
@@ -84,10 +82,7 @@ def test_the_status_on_a_node_that_node_0_does_not_answer_shows_its_own_ranks(
     assert "node_programs.py" in str(rank["threads"])
     if how == "cable":
         own_network[1].plug_in()
-        scripts.wait_until(
-            lambda: "can be reached again" in launchers[1].err,
-            otherwise=lambda: [(each.err, each.lines) for each in launchers],
-        )
+        launchers[1].await_said("can be reached again")
     else:
         os.kill(launchers[0].pid, signal.SIGCONT)
     scripts.wait_until(lambda: len(ask(socket.parent)["ranks"]) == 2)

@@ -153,9 +153,7 @@ def test_a_stop_does_not_wait_for_a_node_that_is_away(own_network: Network, tmp_
     """Its ranks may still run, which the last line says."""
     launchers = start(own_network, tmp_path, "long")
     own_network[2].unplug()
-    scripts.wait_until(
-        lambda: "cannot be reached" in launchers[0].err, otherwise=lambda: launchers[0].err
-    )
+    launchers[0].await_said("cannot be reached")
     sent_s = time.time()
     os.kill(launchers[0].pid, signal.SIGINT)
     left = "no rank is left running, but those of node 2 ('h2'), which cannot be reached, may be for up to 30 s"
