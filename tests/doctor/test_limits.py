@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -35,6 +35,76 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 SMALL_SHM: Final = "mount -t tmpfs -o size=16m tmpfs /dev/shm"
 
+SOFT_NFS: Final = """
+import pathlib, psutil
+root = pathlib.Path("FOLDER/proc")
+(root / "self").mkdir(parents=True)
+(root / "filesystems").write_text("nodev nfs4\\n")
+(root / "self" / "mounts").write_text("server:/data FOLDER/data nfs4 rw,soft,timeo=50 0 0\\n")
+psutil.PROCFS_PATH = str(root)
+"""
+"""A table of mounts that names a server, since no server runs here."""
+
+NOHUP: Final = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+SSH: Final = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22"}
+# fmt: off
+FINDINGS: Final[dict[str, tuple[str, dict[str, Any], str, str, str, list[str]]]] = {
+    # an area, how the doctor runs, the code, its severity, a part of its text, and the lines to copy
+    "full shared memory": ("LIM", {"host": f"{SMALL_SHM}; head -c 16m /dev/zero > /dev/shm/left-behind"},
+        "DS-LIM-001", "failed", "cannot be written (No space left on device)", []),
+    # not more than the hard limit, which ``ulimit`` cannot exceed
+    "few open files": ("LIM", {"before": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))"},
+        "DS-LIM-002", "warning", "", ["ulimit -n 1000"]),
+    # of Python that is embedded in another program
+    "a missing interpreter": ("PROC", {"before": "import multiprocessing as m; m.set_executable('/nowhere/python')"},
+        "DS-PROC-001", "failed", "/nowhere/python cannot be started", []),
+    # nohup does not keep torchrun alive; tmux does
+    "a session of ssh": ("PROC", {"before": NOHUP, "env": SSH}, "DS-PROC-002", "warning", "",
+        ["tmux new -s train", "setsid -f YOUR COMMAND > train.log 2>&1"]),
+    "a session of ssh in tmux": ("PROC", {"before": NOHUP, "env": {**SSH, "TMUX": "/tmp/tmux-0/default,1,0"}},
+        "DS-PROC-002", "ok", "", []),
+    "data on a soft network mount": ("PATH", {"host": "mkdir FOLDER/data; mount -t tmpfs tmpfs FOLDER/data",
+        "before": SOFT_NFS, "data_paths": {"train": "FOLDER/data"}},
+        "DS-PATH-002", "warning", "mounted `soft`", ["mount -o remount,hard FOLDER/data"]),
+    # only such a mount stops root from writing
+    "a read-only run directory": ("PATH", {"host": "mkdir FOLDER/runs; mount -t tmpfs -o ro tmpfs FOLDER/runs",
+        "run_dir": "FOLDER/runs/7/a"}, "DS-PATH-003", "failed", "FOLDER/runs cannot be written (Read-only file system)", []),
+    "a small run directory": ("PATH", {"host": "mount -t tmpfs -o size=64m tmpfs FOLDER", "run_dir": "FOLDER"},
+        "DS-PATH-004", "warning", "", []),
+    "a full run directory": ("PATH", {"host": "mount -t tmpfs -o size=2m tmpfs FOLDER", "run_dir": "FOLDER"},
+        "DS-PATH-004", "failed", "", []),
+    "a run directory for few files": ("PATH", {"host": "mount -t tmpfs -o nr_inodes=50 tmpfs FOLDER", "run_dir": "FOLDER"},
+        "DS-PATH-004", "warning", "room for only", []),
+    # Python silently uses another one
+    "a missing temporary directory": ("PATH", {"env": {"TMPDIR": "FOLDER/gone"}},
+        "DS-PATH-006", "warning", "does not exist; files go to", ["mkdir -p FOLDER/gone", "unset TMPDIR"]),
+}
+# fmt: on
+
+
+def in_folder(value: Any, folder: Path) -> Any:
+    """Return a value of a row with the folder of the test in its texts."""
+    if isinstance(value, dict):
+        return {name: in_folder(each, folder) for name, each in value.items()}
+    return value.replace("FOLDER", str(folder))
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        pytest.param(what, marks=needs_namespaces if "host" in row[1] else ())
+        for what, row in FINDINGS.items()
+    ],
+)
+def test_a_host_has_a_finding(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its severity, text and lines to copy are those of what is wrong, or of what is well after all."""
+    monkeypatch.delenv("TMUX", raising=False)
+    area, options, code, severity, says, lines = FINDINGS[what]
+    found = examine(area, **in_folder(options, tmp_path))
+    assert found.severity(code) == severity
+    assert in_folder(says, tmp_path) in found.of(code)["fact"]
+    assert [in_folder(line, tmp_path) for line in lines] in ([], lines_to_copy(found.of(code)))
+
 
 @needs_namespaces
 def test_small_shared_memory_is_a_warning_and_the_copied_line_repairs_it() -> None:
@@ -45,15 +115,6 @@ def test_small_shared_memory_is_a_warning_and_the_copied_line_repairs_it() -> No
     _, line = lines_to_copy(found.of("DS-LIM-001"))
     repaired = examine("LIM", host=f"{SMALL_SHM}; {line}")
     assert repaired.severity("DS-LIM-001") == "ok"
-
-
-@needs_namespaces
-def test_full_shared_memory_fails() -> None:
-    """Without a free byte, not even a lock can be created."""
-    fill = f"{SMALL_SHM}; head -c 16m /dev/zero > /dev/shm/left-behind"
-    found = examine("LIM", "PROC", host=fill)
-    assert found.severity("DS-LIM-001") == "failed"
-    assert "cannot be written (No space left on device)" in found.of("DS-LIM-001")["fact"]
 
 
 @needs_namespaces
@@ -81,14 +142,6 @@ def test_a_launch_works_without_shared_memory() -> None:
         )
     assert done.stdout == "{0: 0, 1: 1}\n", done.stderr
     assert done.stderr.count("DS-LIM-001: Shared memory (/dev/shm) cannot be written") == 1
-
-
-def test_few_open_files_are_a_warning_with_the_highest_possible_limit() -> None:
-    """``ulimit`` cannot exceed the hard limit, so the line to copy requests that."""
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (200, 1000))"
-    found = examine("LIM", before=limit)
-    assert found.severity("DS-LIM-002") == "warning"
-    assert lines_to_copy(found.of("DS-LIM-002")) == ["ulimit -n 1000"]
 
 
 @needs_namespaces
@@ -221,26 +274,6 @@ def test_pid_1_of_a_container_needs_an_init() -> None:
 # Processes, the terminal, the clock, and checks that fail or hang.
 
 
-def test_missing_interpreter_fails() -> None:
-    """Python embedded in another program reports the wrong one."""
-    gone = "import multiprocessing as m; m.set_executable('/nowhere/python')"
-    found = examine("PROC", before=gone)
-    assert found.severity("DS-PROC-001") == "failed"
-    assert "/nowhere/python cannot be started" in found.of("DS-PROC-001")["fact"]
-
-
-def test_ssh_session_without_tmux_is_a_warning_under_nohup_too() -> None:
-    """The command nohup does not keep torchrun alive; tmux does."""
-    session = {"SSH_CONNECTION": "10.0.0.1 50000 10.0.0.2 22", "TMUX": ""}
-    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
-    del session["TMUX"]
-    found = examine("PROC", before=nohup, env=session)
-    assert found.severity("DS-PROC-002") == "warning"
-    assert "tmux new -s train" in lines_to_copy(found.of("DS-PROC-002"))
-    kept = examine("PROC", before=nohup, env={**session, "TMUX": "/tmp/tmux-0/default,1,0"})
-    assert kept.severity("DS-PROC-002") == "ok"
-
-
 def test_clock_before_the_installation_is_a_warning(tmp_path: Path) -> None:
     """A package from the future shows that the clock is behind."""
     shutil.copytree(PACKAGE, tmp_path / "ddpsafe", ignore=shutil.ignore_patterns("__pycache__"))
@@ -306,44 +339,6 @@ def test_missing_data_path_fails_with_the_part_that_exists(tmp_path: Path) -> No
     assert kinds == ["failed", "ok"]
 
 
-SOFT_NFS: Final = """
-import pathlib, psutil
-root = pathlib.Path({root!r})
-(root / "self").mkdir(parents=True)
-(root / "filesystems").write_text("nodev nfs4\\n")
-(root / "self" / "mounts").write_text("server:/data {place} nfs4 rw,soft,timeo=50 0 0\\n")
-psutil.PROCFS_PATH = str(root)
-"""
-
-
-@needs_namespaces
-def test_data_path_on_a_soft_network_mount_is_a_warning(tmp_path: Path) -> None:
-    """A real mount in a table that names a server, since no server runs here."""
-    place = tmp_path / "data"
-    place.mkdir()
-    found = examine(
-        "PATH",
-        host=f"mount -t tmpfs tmpfs {place}",
-        before=SOFT_NFS.format(root=str(tmp_path / "proc"), place=place),
-        data_paths={"train": str(place)},
-    )
-    assert found.severity("DS-PATH-002") == "warning"
-    assert "mounted `soft`" in found.of("DS-PATH-002")["fact"]
-    assert lines_to_copy(found.of("DS-PATH-002")) == [f"mount -o remount,hard {place}"]
-
-
-@needs_namespaces
-def test_run_directory_on_a_read_only_mount_fails(tmp_path: Path) -> None:
-    """Only such a mount stops root from writing."""
-    place = tmp_path / "runs"
-    place.mkdir()
-    found = examine(
-        "PATH", host=f"mount -t tmpfs -o ro tmpfs {place}", run_dir=str(place / "7" / "a")
-    )
-    assert found.severity("DS-PATH-003") == "failed"
-    assert f"{place} cannot be written (Read-only file system)" in found.of("DS-PATH-003")["fact"]
-
-
 def test_run_directory_below_a_file_fails(tmp_path: Path) -> None:
     """A path through a file cannot be created; one with a blank can be copied."""
     file = tmp_path / "a file"
@@ -353,37 +348,12 @@ def test_run_directory_below_a_file_fails(tmp_path: Path) -> None:
     assert f"namei -l '{file}'; findmnt -T '{file}'" in finding.fix
 
 
-@needs_namespaces
-def test_full_run_directory_is_reported_in_bytes_and_in_files(tmp_path: Path) -> None:
-    """A file system can run out of either."""
-    small = examine(
-        "PATH", host=f"mount -t tmpfs -o size=64m tmpfs {tmp_path}", run_dir=str(tmp_path)
-    )
-    full = examine(
-        "PATH", host=f"mount -t tmpfs -o size=2m tmpfs {tmp_path}", run_dir=str(tmp_path)
-    )
-    files = examine(
-        "PATH", host=f"mount -t tmpfs -o nr_inodes=50 tmpfs {tmp_path}", run_dir=str(tmp_path)
-    )
-    assert (small.severity("DS-PATH-004"), full.severity("DS-PATH-004")) == ("warning", "failed")
-    assert "room for only" in files.of("DS-PATH-004")["fact"]
-
-
 def test_slow_run_directory_is_a_warning_within_seconds(tmp_path: Path) -> None:
     """The check does not wait for a disk that takes 0.5 s for every MiB."""
     slow = "import os, time; real = os.fsync; os.fsync = lambda fd: (time.sleep(0.5), real(fd))"
     found = examine("PATH", before=slow, run_dir=str(tmp_path))
     assert found.severity("DS-PATH-005") == "warning"
     assert found.report["took_s"] < 8
-
-
-def test_temporary_directory_that_does_not_exist_is_a_warning(tmp_path: Path) -> None:
-    """Python silently uses another one; the copied line creates it."""
-    env = {"TMPDIR": str(tmp_path / "gone")}
-    found = examine("PATH", env=env)
-    assert "does not exist; files go to" in found.of("DS-PATH-006")["fact"]
-    line, *_ = lines_to_copy(found.of("DS-PATH-006"))
-    assert line == f"mkdir -p {tmp_path}/gone"
 
 
 def test_temporary_directory_too_long_for_sockets_breaks_the_forkserver(tmp_path: Path) -> None:
