@@ -203,7 +203,6 @@ def test_generator_of_the_user_is_used() -> None:
 
 class _Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
-        """Yield 100 numbers."""
         return iter(range(100))
 
 

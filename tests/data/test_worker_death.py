@@ -89,7 +89,6 @@ class Unreadable(Sampler[int]):
         yield int(Path("/nowhere/samples.txt").read_text(encoding="utf-8"))
 
     def __len__(self) -> int:
-        """Return the intended number."""
         return 40
 
 

@@ -38,7 +38,6 @@ class Parsed(HTMLParser):
     """The links of a page, and its link targets."""
 
     def __init__(self, page: Path) -> None:
-        """Parse a page."""
         super().__init__()
         self.links: list[str] = []
         self.anchors: set[str] = set()

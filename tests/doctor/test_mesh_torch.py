@@ -52,15 +52,9 @@ def start_ranks(
     by_node: bool = False,
     shadow: Path | None = None,
 ) -> list[Forked]:
-    """Start ranks, as srun or mpirun --map-by node would.
+    """Start ranks, by default of a launch with the full preflight, as srun or mpirun --map-by node would.
 
-    Args:
-        network: The hosts.
-        per_host: The number of ranks on each host.
-        *program: What they run; by default a launch with the full preflight.
-        by_node: Whether consecutive ranks are on different hosts.
-        shadow: A folder with a stand-in for torch, which the doctor's child processes import
-            if the real one does not matter.
+    `shadow` is a folder with a stand-in for torch, for child processes of the doctor.
     """
     variables = {}
     if shadow is not None:

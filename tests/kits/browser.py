@@ -103,7 +103,6 @@ class Page:
     """One open page."""
 
     def __init__(self, browser: Browser, session: str, url: str) -> None:
-        """Keep the session that the browser assigned."""
         self.browser, self.session, self.url = browser, session, url
 
     def evaluate(self, script: str) -> Any:
@@ -163,7 +162,6 @@ class Browser:
     """A headless browser for the duration of a ``with`` block."""
 
     def __init__(self) -> None:
-        """Start nothing yet."""
         self.events: list[dict[str, Any]] = []
         self._number = 0
         self._rest = b""
@@ -206,13 +204,7 @@ class Browser:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def open(self, page: Path | str, *, width: int = 1300, dark: bool = False) -> Page:
-        """Open a file or a URL, and return the page when it has loaded.
-
-        Args:
-            page: A file, or a URL.
-            width: Width of the window in pixels.
-            dark: Whether the reader prefers dark pages.
-        """
+        """Open a file or a URL in a window of that many pixels; return the page when it has loaded."""
         url = page.resolve().as_uri() if isinstance(page, Path) else page
         target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         attached = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})

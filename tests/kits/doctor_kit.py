@@ -22,11 +22,7 @@ LIMIT_S: Final = machine.hang_limit(60)
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The findings of a doctor in another process.
-
-    Attributes:
-        report: The report, parsed from JSON.
-    """
+    """The findings of a doctor in another process."""
 
     report: dict[str, Any]
 
@@ -55,7 +51,6 @@ class Server:
     """The process that forks a host for each examination."""
 
     def __init__(self) -> None:
-        """Start the process, and wait until it is ready."""
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("doctor_server.py"))],
             stdin=subprocess.PIPE,
@@ -108,17 +103,10 @@ def examine(
     timeout_s: float = 30,
     **fields: Any,
 ) -> Found:
-    """Run the doctor in a new process.
+    """Run the doctor in a new process, with variables on top of this one's and fields of the configuration.
 
-    Args:
-        checks: Areas; all of them by default.
-        host: Lines of shell that make a host of new namespaces (mounts, name, network), in which
-            only loopback is up; without them, this host.
-        before: Python that the process runs first.
-        env: Variables on top of this process's.
-        folder: The current directory.
-        timeout_s: How long the examination may take.
-        fields: Fields of the configuration.
+    `host` is shell that makes a host of new namespaces, in which only loopback is up; without it, this host
+    is examined. `before` is Python that the process runs first.
     """
     asked = {
         "checks": list(checks) or "all",

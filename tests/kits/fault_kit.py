@@ -66,7 +66,6 @@ class Touch(logging.Handler):
     """Makes a file at each warning that has a text, so that ranks can wait for the warning."""
 
     def __init__(self, path: Path, text: str = "") -> None:
-        """See the class."""
         super().__init__(logging.WARNING)
         self._path, self._text = path, text
 
@@ -78,13 +77,7 @@ class Touch(logging.Handler):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """How a fault is launched.
-
-    Attributes:
-        folder: Where the rank writes the time of its fault; the run directory is below it.
-        ranks: Number of ranks.
-        start_method: ``spawn`` or ``forkserver``.
-    """
+    """How a fault is launched: the rank writes its time to `folder`, and the run directory is below it."""
 
     folder: Path
     ranks: int = 2
@@ -134,13 +127,7 @@ def _fails(
 ) -> E:
     """Make a call that must fail with exactly this error, in time, and leave nothing behind.
 
-    Args:
-        error: The error's class, exactly; or the field of `Timeouts` whose `LaunchTimeoutError` it is.
-        world: How it is launched.
-        call: `World.launch` or `World.spawn`.
-        *args: Its arguments.
-        within_s: Seconds from the fault to the end of the call.
-        **fields: Fields of `LaunchConfig`.
+    Instead of an error's class, `error` may be the field of `Timeouts` whose `LaunchTimeoutError` it is.
     """
     before = leftovers.Snapshot.take()
     with pytest.raises(ddpsafe.LaunchError) as caught:
@@ -217,11 +204,7 @@ def require_rank(error: ddpsafe.RankFailedError, rank: int) -> None:
 
 
 def require_places(error: LaunchError, ranks: Iterable[int]) -> dict[int, str]:
-    """Fail unless the message shows the line of the test programs on which each rank is stuck.
-
-    Returns:
-        The name of the function each rank was in.
-    """
+    """Return the functions in which the message shows each rank, on lines of the test programs that are stuck."""
     names = {}
     for rank in ranks:
         (line,) = [text for text in str(error).splitlines() if text.startswith(f"  rank {rank}")]
@@ -266,13 +249,7 @@ def write_script(folder: Path, statements: str, *arguments: str) -> list[str]:
 def require_hang(
     error: ddpsafe.LaunchTimeoutError, rank: int, *, or_rank: int | None = None
 ) -> None:
-    """Fail unless that rank is missing in the first line and in the error's attributes.
-
-    Args:
-        error: The error.
-        rank: The rank.
-        or_rank: The rank that may be wrong as well, if nothing shows which of two is.
-    """
+    """Fail unless that rank is missing in the first line and the attributes; `or_rank` may be wrong as well."""
     assert error.missing_ranks == ((rank,) if or_rank is None else (rank, or_rank)), error
     assert or_rank is None or f", but rank {or_rank} (world_size " in str(error), error
     assert str(error).startswith(f"rank {rank} (world_size "), error
@@ -282,12 +259,7 @@ def require_hang(
 
 
 def launch_everything(how: str, start_method: str = "forkserver") -> str:
-    """Return the statement of a script whose ranks have DataLoader workers and stubborn children.
-
-    Args:
-        how: See `orphan_programs.wait_somewhere`.
-        start_method: ``spawn`` or ``forkserver``.
-    """
+    """Return the statement of a script whose ranks have DataLoader workers and stubborn children."""
     options = f"**{{**options, 'start_method': {start_method!r}}}, timeouts={{'grace': 1}}"
     return f"ddpsafe.launch(orphan_programs.work_with_everything, (folder, {how!r}), {options})"
 
@@ -298,7 +270,6 @@ class Started:
     def __init__(
         self, folder: Path, process: subprocess.Popen[bytes] | Forked, terminal: int | None
     ) -> None:
-        """Own the process and the terminal."""
         self._folder = folder
         self._process = process
         self._terminal = terminal
@@ -370,15 +341,7 @@ def start_script(
     fresh: bool = False,
     session: bool = False,
 ) -> Iterator[Started]:
-    """Start the script of `write_script`, or a command that runs it, in the background.
-
-    Args:
-        folder: Its working directory.
-        statements: See `write_script`.
-        command: What runs the script, instead of Python.
-        fresh: Whether a new interpreter runs it; see `scripts`.
-        session: Whether the script leads a new session and process group.
-    """
+    """Start the script of `write_script`, or a command that runs it, in the background; see `scripts` for `fresh`."""
     with (
         Path(os.devnull).open("rb") as nothing,
         (folder / "script.out").open("wb") as out,

@@ -35,15 +35,7 @@ LAUNCHERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """How one rank ended.
-
-    Attributes:
-        value: The return value of the program.
-        error: The exception that it raised.
-        took_s: Its run time, in seconds; not a number if it was killed.
-        stderr: Its output to file descriptor 2.
-        exitcode: The exit code of its process.
-    """
+    """How one rank ended; `took_s` is not a number if it was killed, and `stderr` is all of descriptor 2."""
 
     value: Any
     error: BaseException | None
@@ -78,17 +70,7 @@ def hand_started(ranks: int) -> list[dict[str, str]]:
 def run(
     program: Callable[..., object], envs: Sequence[Env], *args: object, folder: Path
 ) -> list[Ended]:
-    """Run ``program(*args)`` in one process for each environment, all at once.
-
-    Args:
-        program: A function that a new process can import.
-        envs: The environment of each process, on top of pytest's.
-        *args: The arguments of the program.
-        folder: The folder for their stderr.
-
-    Returns:
-        How each one ended, in the order of `envs`.
-    """
+    """Run ``program(*args)``, which a new process can import, in one process for each environment, all at once."""
     with contextlib.ExitStack() as stack:
         started = [
             stack.enter_context(_started(program, env, args, folder / f"stderr-{number}"))

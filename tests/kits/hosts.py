@@ -101,7 +101,6 @@ class Namespaces:
     """One set of namespaces, and the processes started in it."""
 
     def __init__(self, name: str, prepare: str = "") -> None:
-        """Make the namespaces and run the script `prepare` inside."""
         self.name = name
         self._started: list[subprocess.Popen[str] | Forked] = []
         # The last command is process 1 of the host: children it ignores leave no zombies.
@@ -153,13 +152,7 @@ class Namespaces:
         env: Mapping[str, str] | None = None,
         modules: Sequence[str] | None = None,
     ) -> Forked:
-        """Start a script inside, in a fork of an interpreter that has imported these modules.
-
-        Args:
-            argv: The script and its arguments.
-            env: Variables beside those of this process.
-            modules: As they were given to `serving_forks`; by default what launches need.
-        """
+        """Start a script inside, in a fork of an interpreter with these modules, by default what launches need."""
         environment = {**os.environ, **(env or {})}
         launches = modules is None
         server = scripts.warm_python() if modules is None else _servers[tuple(modules)]
@@ -239,7 +232,6 @@ class Host(Namespaces):
     """One host of a network."""
 
     def __init__(self, network: Network, index: int) -> None:
-        """Make the host without cables, which the network adds."""
         hosts_file = network.folder / f"hosts.{index}"
         hosts_file.write_text(network.hosts_file(network, index))
         resolver = network.folder / "resolv.conf"
@@ -373,7 +365,6 @@ class Network:
         name_server: str = "",
         routed: bool = False,
     ) -> None:
-        """Keep the arguments; entering makes the network."""
         self.nics = dict(nics or {"eth0": "10.77.0"})
         self.names = [f"h{index}" for index in range(size)]
         self.hosts_file = hosts_file or names_of_all
@@ -384,7 +375,6 @@ class Network:
         self._routed = routed
 
     def __enter__(self) -> Self:
-        """Make switch, hosts and cables."""
         self.folder = Path(tempfile.mkdtemp(prefix="hosts-"))
         resolver = f"nameserver {self._name_server}\n" if self._name_server else ""
         (self.folder / "resolv.conf").write_text(resolver)
@@ -400,22 +390,18 @@ class Network:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End hosts, cables and switch."""
         for host in self.hosts:
             host.close()
         self.switch.close()
         shutil.rmtree(self.folder)
 
     def __getitem__(self, index: int) -> Host:
-        """Return one host."""
         return self.hosts[index]
 
     def __iter__(self) -> Iterator[Host]:
-        """Iterate over the hosts."""
         return iter(self.hosts)
 
     def __len__(self) -> int:
-        """Return the number of hosts."""
         return len(self.hosts)
 
     def has(self, index: int, nic: str) -> bool:

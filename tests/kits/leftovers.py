@@ -47,14 +47,7 @@ multiprocessing's ``psm_*`` is not included: only other programs make it.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What existed at one moment; it is taken twice for each test and costs about a millisecond.
-
-    Attributes:
-        pids: All processes of the machine; the owner is looked up for new ones only.
-        threads: Threads of pytest.
-        sockets: Inodes of the sockets of pytest; only new ones are looked up.
-        files: Run directories in the temporary directory, and shared memory of the usual makers.
-    """
+    """What existed at one moment; it is taken twice for each test and costs about a millisecond."""
 
     pids: frozenset[int]
     threads: frozenset[threading.Thread]

@@ -30,14 +30,7 @@ class MakeHosts(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """The report of one host.
-
-    Attributes:
-        findings: As tables.
-        matrix: As a table.
-        took_s: How long the examination took there.
-        progress: The lines printed during the examination.
-    """
+    """The report of one host, as tables, and the lines printed during the examination."""
 
     findings: list[dict[str, Any]]
     matrix: dict[str, Any]
@@ -94,14 +87,7 @@ def examine(
     each: Mapping[int, Mapping[str, object]] | None = None,
     **asked: object,
 ) -> list[Told]:
-    """Run the check on all or some hosts at once; return their reports.
-
-    Args:
-        network: The hosts.
-        hosts: Which of them; all by default.
-        each: What is asked of one host only, by its number.
-        **asked: What is asked of all.
-    """
+    """Run the check on all or some hosts at once, with `each` for one host only; return their reports."""
     chosen = [host for host in network if hosts is None or host.index in hosts]
     own = each or {}
     started = [

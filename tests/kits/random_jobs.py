@@ -111,7 +111,6 @@ class Job:
     """Ranks that run their programs, one step of one thread at a time."""
 
     def __init__(self, programs: list[list[list[Op]]], groups: Groups) -> None:
-        """Start all ranks at the beginning of the programs of their threads."""
         self.groups = groups
         self.given_up: set[tuple[str, int]] = set()
         self.ranks = [

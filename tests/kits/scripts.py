@@ -68,13 +68,7 @@ IMPORTED: Final = (TESTS / "programs", TESTS / "kits")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """The result of a script.
-
-    Attributes:
-        code: Its exit code.
-        out: What it wrote to stdout.
-        err: What it wrote to stderr.
-    """
+    """The exit code of a script, and what it wrote."""
 
     code: int
     out: str
@@ -100,12 +94,7 @@ class Script:
     ) -> None:
         """Start ``python *arguments`` in `folder`, `text` being its stdin, with `env` on top.
 
-        Args:
-            arguments: A script and its arguments, or options of Python with a new interpreter.
-            folder: Its working directory.
-            text: Its stdin; needs a new interpreter.
-            env: Variables beside those of this process and `FORKING`.
-            fresh: Whether a new interpreter runs it.
+        Options of Python and a stdin need a new interpreter, which `fresh` asks for.
         """
         self._text = text
         self._process: subprocess.Popen[str] | Forked
@@ -245,14 +234,7 @@ def wait_until(
     within_s: float = LIMIT_S,
     every_s: float = 0.01,
 ) -> None:
-    """Check `condition` repeatedly until it holds; fail with `otherwise` if it never does.
-
-    Args:
-        condition: What to wait for.
-        otherwise: Returns what to show if it never holds.
-        within_s: How long to wait.
-        every_s: The pause between checks; longer if a check runs a command.
-    """
+    """Check `condition` repeatedly until it holds; if it never does, fail with what `otherwise` returns."""
     ends_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < ends_s, f"it did not happen: {otherwise()!r:.4000}"

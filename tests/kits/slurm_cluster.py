@@ -93,7 +93,6 @@ class Node:
     """One node: a first process that holds its namespaces, and a way to run commands inside."""
 
     def __init__(self, name: str, setup: str) -> None:
-        """Make the namespaces and run `setup` inside."""
         self.name = name
         script = f"set -e; hostname {name}; ip link set lo up; {setup}\necho up; exec cat >&2"
         flags = ["--net", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -129,14 +128,9 @@ class Node:
 
 
 class Cluster:
-    """The nodes n0, n1, …, with a controller on n0.
-
-    Attributes:
-        folder: The folder for the files of its daemons.
-    """
+    """The nodes n0, n1, …, with a controller on n0."""
 
     def __init__(self, folder: Path, size: int) -> None:
-        """Own nothing yet; see `started_cluster`."""
         self.folder = folder
         self.size = size
         self._nodes: list[Node] = []

@@ -15,16 +15,7 @@ PACKAGE: Final = CHECKOUT / "ddpsafe"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """One import of one module by another.
-
-    Attributes:
-        file: The file that contains it.
-        line: The line, counted from 1.
-        module: The importing module, e.g. ``ddpsafe._launch``.
-        target: The imported module, e.g. ``ddpsafe._wire.spec`` or ``torch.distributed``.
-        late: It is in a function, so it runs when the function is called.
-        for_types: It is under ``if TYPE_CHECKING``, so it never runs.
-    """
+    """One import of one module by another: in a function (`late`), or under ``if TYPE_CHECKING``."""
 
     file: Path
     line: int

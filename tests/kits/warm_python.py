@@ -41,7 +41,6 @@ class Forked:
     returncode: int | None = None
 
     def __init__(self, server: WarmPython, pid: int) -> None:
-        """Watch a process of that server; a reader sets `stdout` and `stderr`."""
         self.pid = pid
         self.stdout: IO[str] | None = None
         self.stderr: IO[str] | None = None
@@ -104,13 +103,7 @@ class WarmPython:
     def __init__(
         self, modules: Sequence[str], environment: Mapping[str, str], shared: str | None = None
     ) -> None:
-        """Start it without waiting; the first request waits until it is ready.
-
-        Args:
-            modules: What it imports.
-            environment: Its variables.
-            shared: Address of a `SharedPython` from which it is forked, with its modules and variables.
-        """
+        """Start it, with its modules and variables or those of a `SharedPython`; the first request waits for it."""
         self._process: subprocess.Popen[bytes] | None = None
         if shared is None:
             self._socket, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -135,15 +128,8 @@ class WarmPython:
     ) -> Forked:
         """Start ``python *arguments``, the first of which is a script.
 
-        Args:
-            arguments: The script and its arguments.
-            environment: Its variables.
-            streams: Its stdin, stdout and stderr.
-            folder: Its working directory.
-            session: Whether it leads a new session.
-            terminal: Path of its terminal, which is also its stdin; needs a session.
-            host: A process whose namespaces it enters.
-            launches: Whether a process waits to become the fork server of its ranks.
+        Its terminal, a path, is also its stdin, and needs a session of its own. `host` is a process whose
+        namespaces it enters; with `launches`, a process waits to become the fork server of its ranks.
         """
         asked = {
             "argv": list(arguments),
@@ -209,12 +195,7 @@ class SharedPython:
     """An interpreter from which pytest workers fork theirs, so that torch is imported only once."""
 
     def __init__(self, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Start it; it ends with this process.
-
-        Args:
-            modules: What it imports.
-            environment: Its variables; each script of a worker shows the worker's mark.
-        """
+        """Start it; it ends with this process, and each script of a worker shows the worker's mark."""
         self.address = str(Path(tempfile.mkdtemp(prefix="w-")) / "s")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
             listening.bind(self.address)

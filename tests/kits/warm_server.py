@@ -80,11 +80,7 @@ def enter(pid: int | str, *names: str) -> None:
 
 
 def serve_each(listening: socket.socket) -> socket.socket:
-    """Fork a server for each pytest that connects, until the one that started this ends.
-
-    Returns:
-        In each fork: its connection.
-    """
+    """Fork a server for each pytest that connects, until the one that started this ends; return its connection."""
     die_with_parent(os.getppid(), is_on_host=False)
     own = os.getpid()
     while True:
@@ -103,7 +99,6 @@ class ShownEnvironment:
     """
 
     def __init__(self) -> None:
-        """Find that memory."""
         _, _, fields = Path("/proc/self/stat").read_text().rpartition(")")
         self._start, end = map(int, fields.split()[47:49])
         self._shown = ctypes.string_at(self._start, end - self._start)
@@ -118,11 +113,7 @@ class ShownEnvironment:
 
 
 def serve(asking: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Fork the requested processes and report how they ended, until the socket closes.
-
-    Returns:
-        In each fork: what was asked, and the streams that came with it.
-    """
+    """Fork the requested processes and report how they ended; return, in each fork, what was asked and its streams."""
     server = os.getpid()
     while True:
         raw, fds = b"", []
@@ -294,7 +285,6 @@ class StandIn:
     """
 
     def __init__(self) -> None:
-        """Fork it, and let `multiprocessing` find it."""
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._state = inherited_state()
         script = os.pidfd_open(

@@ -24,7 +24,6 @@ class Page(HTMLParser):
     VOID = frozenset({"meta", "line", "rect"})
 
     def __init__(self, text: str) -> None:
-        """Parse the page; every element must be closed in order."""
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []

@@ -471,7 +471,6 @@ class Driver(ModuleType):
     NVML_VOLATILE_ECC = 0
 
     def __init__(self, pids: list[int], looks: int = 10**9) -> None:
-        """List those processes as users of GPU memory."""
         super().__init__("pynvml")
         self.pids, self.looks, self.ecc, self.rows = pids, looks, [0, 0], [(0, 0, 0, 0)] * 2
 

@@ -277,16 +277,7 @@ def _use_adopted_group() -> dict[str, Any]:
 
 
 def run_jobs(name: str, other: str, rounds: int, port: int) -> None:
-    """Launch one of two jobs that start at the same moment, repeatedly.
-
-    Every rank sums its job's value and writes down the result.
-
-    Args:
-        name: The job, whose value is its number.
-        other: The job that starts at the same time.
-        rounds: How often to repeat.
-        port: The MASTER_PORT that both jobs have in their source.
-    """
+    """Launch one of two jobs that start at the same moment, repeatedly; each rank writes down its job's sum."""
     import multiprocessing
 
     import torch.multiprocessing as mp
@@ -361,11 +352,7 @@ def be_asked_with_a_handler() -> dict[str, Any]:
 
 
 def go_on_without_one(ways: Mapping[int, str]) -> list[int]:
-    """Let ranks leave early or with an error before another one is asked to stop.
-
-    Returns:
-        The step at which this rank stopped, and the rank that is named as failed.
-    """
+    """Let ranks leave early or fail before another one is asked to stop; return the last step, and who failed."""
     steps = 0
     try:
         with ddpsafe.process_group(timeouts=PATIENT) as ctx:

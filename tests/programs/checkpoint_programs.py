@@ -98,16 +98,7 @@ def train(
     kill: tuple[int, int, int] | None = None,
     asynchronous: bool = False,
 ) -> dict[str, Any]:
-    """Train to the end, starting from the last checkpoint.
-
-    Args:
-        ctx: The rank's context.
-        directory: The directory of the checkpoints.
-        epochs: The total number; each has two steps.
-        dropout: The dropout rate, which makes the result depend on the generators.
-        kill: Attempt, rank and step at which that rank kills itself, after the save has begun.
-        asynchronous: Save in the background.
-    """
+    """Train to the end from the last checkpoint; one rank kills itself in an attempt, at a step, in the save."""
     training = Training(ctx, dropout=dropout)
     with Checkpointer(directory) as checkpointer:
         begun = checkpointer.restore(training.state)
@@ -360,12 +351,7 @@ def distribute_over_parts_of_the_ranks(
 
 
 def refuse_shards(ctx: ddpsafe.RankContext, directory: Path) -> Any:
-    """Restore a sharded model from a checkpoint of another shape, which must change nothing.
-
-    Returns:
-        The error's class, the value of another object, and whether ``strict=False`` has left the
-        parameters of another shape as they were.
-    """
+    """Restore a sharded model from a checkpoint of another shape; return the error, and what has not changed."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -507,13 +493,7 @@ def drift(ctx: ddpsafe.RankContext, directory: Path, how: str) -> list[str]:
 
 
 def resume_zero(ctx: ddpsafe.RankContext, directory: Path, to: list[int]) -> tuple[float, float]:
-    """Go on with ZeroRedundancyOptimizer, and again from a checkpoint; return the sums of both models.
-
-    Args:
-        ctx: This rank.
-        directory: Where checkpoints are.
-        to: The ranks to which the script consolidates the state itself.
-    """
+    """Go on with ZeroRedundancyOptimizer, whose state the script consolidates; return the sum without a cut, and with."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def make() -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:

@@ -59,14 +59,7 @@ def write_bytes(_ctx: RankContext, gate: Path) -> None:
 
 
 def write_much(ctx: RankContext, folder: Path, then: str, lines: int = 3000) -> None:
-    """Write more than a pipe holds; once the gate is open, end as `then` says, and record when.
-
-    Args:
-        ctx: The rank's context; rank 0 writes.
-        folder: Where the gate is.
-        then: ``return`` or ``raise``.
-        lines: How many lines of 100 bytes.
-    """
+    """Write more than a pipe holds on rank 0; once the gate is open, ``return`` or ``raise``, and record when."""
     if ctx.is_main:
         os.write(1, b"".join(b"%099d\n" % number for number in range(lines)))
         (folder / "written").touch()

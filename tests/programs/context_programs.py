@@ -176,11 +176,7 @@ def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
 
 
 def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
-    """On rank 1, pass what cannot be reduced, gathered or broadcast, catch the error, and continue.
-
-    Returns:
-        The errors of rank 1, by the argument.
-    """
+    """On rank 1, pass what cannot be reduced or sent, catch and return the errors, and continue."""
     wrong: dict[str, Callable[[], object]] = {
         "text": lambda: ctx.all_reduce("x"),  # type: ignore[type-var]  # type: ignore[type-var]  # a user's mistake
         "complex": lambda: ctx.reduce_mean(torch.zeros(2, dtype=torch.complex64)),

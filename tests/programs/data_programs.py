@@ -65,7 +65,6 @@ class Reader(Numbers):
         self.file = file
 
     def __getitem__(self, index: int) -> int:
-        """Note the process, and return the item."""
         self.file.write_text(f"{os.getpid()} {multiprocessing.current_process().name}")
         return index
 

@@ -21,7 +21,6 @@ class LostSampleError(Exception):
     """An error of the user, with an attribute that has to be kept."""
 
     def __init__(self, message: str, index: int) -> None:
-        """Keep the index."""
         super().__init__(message, index)
         self.index = index
 
@@ -93,7 +92,6 @@ class LockedError(Exception):
     """An exception that cannot be pickled."""
 
     def __init__(self, message: str) -> None:
-        """Hold a lock."""
         super().__init__(message)
         self.lock = threading.Lock()
 
@@ -102,7 +100,6 @@ class KeywordError(Exception):
     """An exception that can be pickled but not loaded."""
 
     def __init__(self, *, code: int) -> None:
-        """Accept only keyword arguments."""
         super().__init__(f"keyword code {code}")
 
 

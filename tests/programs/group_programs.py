@@ -50,13 +50,7 @@ def train_in_groups(
 
 
 def make_groups(ctx: RankContext, folder: Path, how: str) -> float:
-    """Make smaller groups, rightly or not, and add up in them.
-
-    Args:
-        ctx: This rank.
-        folder: Where the time of the fault goes.
-        how: ``own`` for only the pair that the rank is in, ``order`` for another order on each rank.
-    """
+    """Make smaller groups, rightly or not (only one's own, in another order on each rank), and add up in them."""
     mark(folder)
     pairs = [[0, 1], [2, 3]]
     own = pairs[ctx.rank // 2]

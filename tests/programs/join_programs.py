@@ -24,11 +24,9 @@ class FailsToLoad:
     """An argument that rank 1 cannot unpickle."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep what `__reduce__` needs."""
         self.folder = folder
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Load through `load_badly`."""
         return (load_badly, (self.folder, raise_own_error))
 
 
@@ -44,7 +42,6 @@ class KillsWhoLoads(FailsToLoad):
     """An argument that kills rank 1 while it is unpickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Load through `load_badly`."""
         return (load_badly, (self.folder, die_by_kill))
 
 
@@ -52,12 +49,10 @@ class SlowToLoad:
     """An argument that rank 1 unpickles slowly, so that it is stuck before the function runs."""
 
     def __init__(self, folder: Path, delay_s: float = FOREVER_S) -> None:
-        """Keep what `__reduce__` needs."""
         self.folder = folder
         self.delay_s = delay_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Load through `load_slowly`."""
         return (load_slowly, (self.folder, self.delay_s))
 
 

@@ -129,7 +129,6 @@ class PlainError(Exception):
     """An exception with a fact."""
 
     def __init__(self, message: str, fact: int) -> None:
-        """Keep the fact."""
         super().__init__(message, fact)
         self.fact = fact
 
@@ -138,7 +137,6 @@ class SilentError(Exception):
     """An exception that cannot even be shown."""
 
     def __str__(self) -> str:
-        """Fail."""
         msg = "never show me"
         raise RuntimeError(msg)
 

@@ -34,14 +34,9 @@ STEPS = 12
 
 
 def train(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    """Train a small model; kill ranks where the plan says so.
+    """Train a small model; kill ranks by attempt and step where the plan says so.
 
-    Args:
-        ctx: The rank.
-        folder: Where checkpoints and notes go.
-        plan: ``kill`` is the ranks to kill, by attempt and step; ``every`` and ``memory_every`` are as for
-            `Checkpointer`. With ``sharded``, the model is FSDP2's. ``kill_inside`` is where rank 0 dies, by attempt: the step whose save does not
-            end, -1 for the restore, and in what, see `die_inside`.
+    In its ``kill_inside``, rank 0 dies by attempt in the save of that step, or in the restore at -1, see `die_inside`.
     """
     last, what = plan.get("kill_inside", {}).get(str(ctx.attempt), (None, ""))
     torch.manual_seed(0)
@@ -150,12 +145,7 @@ def flip_all(checkpoints: Path) -> None:
 
 
 def die_inside(folder: Path, what: str) -> None:
-    """Have this process killed in the middle of what it writes or reads next.
-
-    Args:
-        folder: The checkpoints.
-        what: ``disk`` for its next save to the directory, else its next file of any kind.
-    """
+    """Have this process killed in its next save to the directory (``disk``), or in its next file of any kind."""
     checksum, calls = _checksums.checksum, itertools.count()
 
     def dying(data: Any, value: int = 0) -> int:
@@ -181,7 +171,6 @@ class Table(torch.nn.Linear):
     """A model with state that is neither a parameter nor a buffer."""
 
     def __init__(self) -> None:
-        """Make the table."""
         super().__init__(2, 2)
         self.table = torch.arange(100_000.0)
 

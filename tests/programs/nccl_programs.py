@@ -24,7 +24,6 @@ class Properties:
     """A fake of torch's properties of a GPU."""
 
     def __init__(self, uuid: str) -> None:
-        """Set the UUID."""
         self.uuid = uuid
 
 
@@ -94,7 +93,6 @@ class ExplodesWhenLoaded:
         raise ArithmeticError(msg)
 
     def __getstate__(self) -> object:
-        """Return a state, so that it is set."""
         return 1
 
 

@@ -112,11 +112,9 @@ class Slow:
     """A dataset that hangs after its first sample."""
 
     def __len__(self) -> int:
-        """Return a number of samples."""
         return 100
 
     def __getitem__(self, index: int) -> int:
-        """Return the index, the first one at once."""
         time.sleep(600 if index else 0)
         return index
 
@@ -203,11 +201,9 @@ class Exiting:
     """A value that ends the process that loads it."""
 
     def __setstate__(self, state: object) -> None:
-        """Exit the process."""
         sys.exit(3)
 
     def __getstate__(self) -> object:
-        """Return a state, so that `__setstate__` is called."""
         return {"any": "thing"}
 
 

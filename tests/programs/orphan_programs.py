@@ -116,12 +116,10 @@ class Numbers:
     """A dataset whose worker is killed at one sample."""
 
     def __init__(self, folder: Path, deadly: int | None) -> None:
-        """Keep the sample's index."""
         self.folder = folder
         self.deadly = deadly
 
     def __len__(self) -> int:
-        """Be long enough for a few batches."""
         return 64
 
     def __getitem__(self, index: int) -> int:

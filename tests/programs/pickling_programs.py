@@ -28,7 +28,6 @@ class Trainer:
     """An object whose method is launched."""
 
     def __init__(self, offset: int) -> None:
-        """Store the number."""
         self.offset = offset
 
     def run(self, ctx: RankContext) -> int:
@@ -44,7 +43,6 @@ class Holder:
     """Holds an object in an attribute."""
 
     def __init__(self, held: object) -> None:
-        """Store the object."""
         self.held = held
 
     def method(self, _ctx: RankContext) -> object:
@@ -64,7 +62,6 @@ class Slotted(SlottedBase):
     __slots__ = ("empty", "held")
 
     def __init__(self, held: object, base: object = None) -> None:
-        """Store the objects."""
         self.held = held
         self.base_slot = base
 

@@ -96,11 +96,7 @@ def resume_and_die(ctx: RankContext, folder: Path, optimizer: Any) -> None:
 
 
 def describe_meeting(ctx: RankContext, folder: Path) -> dict[str, list[str]]:
-    """Record the store, port and logs of this attempt, and fail in the first one.
-
-    Returns:
-        Of the first attempt: the processes that are alive, and the stores that still exist.
-    """
+    """Record the store, port and logs of this attempt, fail in the first one; return what is left of that."""
     from ddpsafe._worker.rank import this_rank
 
     spec = this_rank.spec

@@ -33,11 +33,9 @@ class PrintedItems(Dataset[int]):
     """A dataset whose workers print."""
 
     def __len__(self) -> int:
-        """Return the number of items."""
         return 4
 
     def __getitem__(self, index: int) -> int:
-        """Print, and return the item."""
         if index >= len(self):
             raise IndexError
         print(f"worker {index}")

@@ -37,15 +37,7 @@ STEP_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Signals to a launcher.
-
-    Attributes:
-        program: The function of its ranks.
-        signals: The signals to the launcher once all ranks are ready.
-        ranks: Number of ranks.
-        also_all: Whether all processes below the launcher receive the same signals, before it and
-            after it: ranks, fork server, and every helper.
-    """
+    """Signals to a launcher, and with `also_all` to every process below it, before it and after it."""
 
     program: Callable[..., object]
     signals: list[signal.Signals]
@@ -246,11 +238,9 @@ class Numbers:
     """A dataset whose items take some time, as decoding does."""
 
     def __len__(self) -> int:
-        """Never run out."""
         return 1_000_000
 
     def __getitem__(self, index: int) -> float:
-        """Read one item."""
         time.sleep(0.002)
         return float(index)
 
@@ -349,7 +339,6 @@ class Loading:
     """An argument that loads until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
-        """Load at once in the caller."""
         self.folder = folder
 
     def __setstate__(self, state: dict[str, Path]) -> None:
@@ -366,7 +355,6 @@ class StopBetweenStarts:
     """Stands for stdout in the launcher, which flushes it before it starts each rank."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Stop nothing yet."""
         self._stream = stream
         self._has_stopped = False
 
@@ -378,7 +366,6 @@ class StopBetweenStarts:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     def __getattr__(self, name: str) -> object:
-        """Behave as the stream otherwise."""
         return getattr(self._stream, name)
 
 
@@ -386,7 +373,6 @@ class Talking:
     """Make collectives, but no optimizer step, until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep the folder."""
         self.folder = folder
 
     def __call__(self) -> None:
@@ -404,7 +390,6 @@ class Leaving:
     """Return at once, with a thread that runs until the test makes a file."""
 
     def __init__(self, folder: Path) -> None:
-        """Keep the folder."""
         self.folder = folder
 
     def __call__(self) -> None:

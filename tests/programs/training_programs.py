@@ -94,7 +94,6 @@ class Optimizer:
     """
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Load through `make_optimizer`."""
         return (make_optimizer, ())
 
 

@@ -158,7 +158,6 @@ class Decoder:
     """An object that owns a program, as a reader of videos does."""
 
     def __init__(self, signum: int) -> None:
-        """Start a program, and end it."""
         self.program = subprocess.Popen(["sleep", "60"])
         self.program.send_signal(signum)
         self.program.wait()

@@ -258,7 +258,6 @@ class Refuses:
     """Raises its own reason for not being picklable."""
 
     def __reduce__(self) -> Any:
-        """Refuse."""
         msg = "open the database in the rank"
         raise RuntimeError(msg)
 

@@ -598,11 +598,7 @@ def test_missing_master_port_is_reported(tmp_path: Path) -> None:
 
 
 def run_two_jobs(rounds: int, folder: Path) -> list[dict[int, list[Any]]]:
-    """Start two jobs on one port at the same moment, and repeat it.
-
-    Returns:
-        For each round, the results of the two ranks of each job, by the job's value.
-    """
+    """Start two jobs on one port at the same moment, and repeat it; return the results by the job's value."""
     port = free_port()
     source = "import attached_programs, sys\nif __name__ == '__main__':\n"
     script = scripts.write(folder, "train.py", source + f"    {RUN_JOBS}\n")

@@ -37,12 +37,7 @@ def launch(
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A launch whose ranks have run all programs that succeed.
-
-    Attributes:
-        size: The number of ranks.
-        values: The results by rank, and then by program.
-    """
+    """A launch whose ranks have run all programs that succeed; the results are by rank, then by program."""
 
     size: int
     values: dict[int, dict[Any, Any]]
