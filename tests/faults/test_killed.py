@@ -9,7 +9,7 @@ import crash_programs as programs
 import pytest
 import scripts
 from fault_kit import WORLD_SIZES, WORLDS, World, require_rank, run_script
-from join_programs import KillsWhoLoads
+from join_programs import FailsToLoad
 from training_programs import return_rank, train, train_by_hand
 
 import ddpsafe
@@ -76,7 +76,9 @@ def test_a_rank_that_is_killed_before_its_function_runs_is_blamed(
 ) -> None:
     """The launcher does not wait for a rank that died while it loaded its arguments."""
     world = World(folder=tmp_path, start_method=start_method)
-    error = world.launch_fails(ddpsafe.RankKilledError, return_rank, KillsWhoLoads(tmp_path))
+    error = world.launch_fails(
+        ddpsafe.RankKilledError, return_rank, FailsToLoad(tmp_path, programs.die_by_kill)
+    )
     require_rank(error, 1)
     assert "while loading what it is to run" in str(error)
 

@@ -83,7 +83,8 @@ def test_what_is_not_done_within_the_limit_is_an_error(
     with caplog.at_level(logging.WARNING):
         error = World(folder=tmp_path).launch_fails(
             "finish",
-            programs.leave_a_thread,
+            programs.leave,
+            "a thread",
             within_s=CRASH_S + 5,
             timeouts={"finish": 5},
         )
@@ -109,7 +110,8 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
     monkeypatch.setattr(supervisor, "wait", counted)
     World(folder=tmp_path).launch_fails(
         "finish",
-        programs.leave_a_thread,
+        programs.leave,
+        "a thread",
         within_s=CRASH_S + 3,
         timeouts={"finish": 3},
     )
@@ -121,7 +123,7 @@ def test_an_abort_after_the_end_of_the_function_is_told_in_one_line(
 ) -> None:
     """No function of the user's runs then, so it is not a failure, and not silent either."""
     with caplog.at_level(logging.WARNING):
-        result = World(folder=tmp_path).launch(programs.abort_at_exit)
+        result = World(folder=tmp_path).launch(programs.leave, "an abort")
     assert result.values == {0: 0, 1: 1}
     (line,) = [line for line in caplog.messages if line.startswith("rank ")]
     assert line.startswith("rank 1 was killed by SIGABRT after it had returned")
@@ -135,7 +137,8 @@ def test_a_slow_exit_handler_is_reported_as_one(
     with caplog.at_level(logging.WARNING):
         World(folder=tmp_path).launch_fails(
             "finish",
-            programs.leave_an_exit_handler,
+            programs.leave,
+            "an exit handler",
             within_s=CRASH_S + 4,
             timeouts={"finish": 4},
         )

@@ -136,24 +136,24 @@ def test_a_branch_that_only_one_rank_takes_is_proved(tmp_path: Path) -> None:
     assert require_places(error, range(3)) == dict.fromkeys(range(3), "branch_by_rank")
 
 
-@pytest.mark.full(but=["stop_in_training"])
+@pytest.mark.full(but=["stop_in_training-then0"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
-    "program",
+    ("program", "then"),
     [
-        programs.stop_in_training,
-        programs.stop_before_a_broadcast,
-        programs.stop_before_an_exit,
-        programs.stop_before_a_crash,
+        (programs.stop_in_training, []),
+        *((programs.stop_before, [then]) for then in ("a broadcast", "an exit", "a crash")),
     ],
 )
-def test_a_rank_stopped_by_a_signal_is_proved(tmp_path: Path, program: Callable[..., None]) -> None:
+def test_a_rank_stopped_by_a_signal_is_proved(
+    tmp_path: Path, program: Callable[..., None], then: list[str]
+) -> None:
     """All others wait for the rank, and the user has set no timeout.
 
     The launcher resumes it to ask for its position: no rank reaches the end of its function by that,
     and what the rank does then is not reported as a cause.
     """
-    error = World(folder=tmp_path).launch_fails("collective", program, within_s=PROVED_S + 1)
+    error = World(folder=tmp_path).launch_fails("collective", program, *then, within_s=PROVED_S + 1)
     require_hang(error, 1)
     assert "rank 1 is stopped and does nothing until it is resumed." in str(error)
     assert {each.status for each in error.outcomes.values()} == {"stopped"}, error.outcomes

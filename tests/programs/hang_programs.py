@@ -270,32 +270,18 @@ def stop_in_training(ctx: RankContext, folder: Path) -> None:
         model(torch.ones(2, 4)).sum().backward()  # stuck here
 
 
-def stop_before_a_broadcast(ctx: RankContext, folder: Path) -> None:
-    """Stop rank 1 before a broadcast that is all the other rank waits for."""
+def stop_before(ctx: RankContext, folder: Path, then: str) -> None:
+    """Stop rank 1 before a broadcast that is all the other rank waits for, or before its end as soon as it is resumed."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
         os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
-    dist.broadcast(torch.ones(8), src=1)  # stuck here
-
-
-def stop_before_an_exit(ctx: RankContext, folder: Path) -> None:
-    """Stop rank 1, which exits as soon as it is resumed."""
-    average_gradients()
-    if ctx.rank == 1:
-        mark(folder)
-        os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
-        os._exit(3)
-    average_gradients()  # stuck here
-
-
-def stop_before_a_crash(ctx: RankContext, folder: Path) -> None:
-    """Stop rank 1, which crashes as soon as it is resumed."""
-    average_gradients()
-    if ctx.rank == 1:
-        mark(folder)
-        os.kill(os.getpid(), signal.SIGSTOP)  # stuck here
-        os.kill(os.getpid(), signal.SIGSEGV)
+        if then == "an exit":
+            os._exit(3)
+        if then == "a crash":
+            os.kill(os.getpid(), signal.SIGSEGV)
+    if then == "a broadcast":
+        dist.broadcast(torch.ones(8), src=1)  # stuck here
     average_gradients()  # stuck here
 
 

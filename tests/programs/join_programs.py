@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from crash_programs import die_by_kill
 from exception_programs import raise_own_error
 from hang_programs import FOREVER_S, sleep
 from training_programs import Fault, average_gradients, cleanup, mark, setup
@@ -21,13 +20,13 @@ from ddpsafe._clock import Deadline
 
 
 class FailsToLoad:
-    """An argument that rank 1 cannot unpickle."""
+    """An argument that rank 1 cannot unpickle: it raises, or is killed."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, fault: Fault = raise_own_error) -> None:
+        self.folder, self.fault = folder, fault
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (load_badly, (self.folder, raise_own_error))
+        return (load_badly, (self.folder, self.fault))
 
 
 def load_badly(folder: Path, fault: Fault) -> str:
@@ -36,13 +35,6 @@ def load_badly(folder: Path, fault: Fault) -> str:
         mark(folder)
         fault(folder)
     return "loaded"
-
-
-class KillsWhoLoads(FailsToLoad):
-    """An argument that kills rank 1 while it is unpickled."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (load_badly, (self.folder, die_by_kill))
 
 
 class SlowToLoad:

@@ -92,19 +92,16 @@ def fail_under_alarms(_folder: Path) -> None:
     raise SlowlyToldError(msg)
 
 
-def leave_a_thread(ctx: RankContext, folder: Path) -> int:
-    """Return in rank 1 while a thread that is not a daemon sleeps."""
+def leave(ctx: RankContext, folder: Path, what: str) -> int:
+    """Return in rank 1 with a thread that sleeps, or a function for the exit that takes long or aborts."""
     if ctx.rank == 1:
         mark(folder)
-        threading.Thread(target=_work_on, name="uploader").start()
-    return ctx.rank
-
-
-def leave_an_exit_handler(ctx: RankContext, folder: Path) -> int:
-    """Return in rank 1 with a function registered that takes long at the exit."""
-    if ctx.rank == 1:
-        mark(folder)
-        atexit.register(time.sleep, 300)
+        if what == "a thread":
+            threading.Thread(target=_work_on, name="uploader").start()
+        elif what == "an exit handler":
+            atexit.register(time.sleep, 300)
+        else:  # as the end of a native library may
+            atexit.register(os.abort)
     return ctx.rank
 
 
@@ -148,13 +145,6 @@ def leave_a_queue(rank: int, _world_size: int, folder: Path, queue: Queue[bytes]
     """Return while the caller has not read the queue, which holds more than a pipe does."""
     mark(folder)
     queue.put(bytes([rank]) * 1_000_000)
-
-
-def abort_at_exit(ctx: RankContext, _folder: Path) -> int:
-    """Return, and abort rank 1 while its interpreter ends, as the end of a native library may."""
-    if ctx.rank == 1:
-        atexit.register(os.abort)
-    return ctx.rank
 
 
 def die_with_sockets(ctx: RankContext) -> None:

@@ -26,13 +26,17 @@ import ddpsafe
 from ddpsafe import RankContext
 
 
-def tidy_up_with_destroy(rank: int, world_size: int, folder: Path) -> None:
-    """Destroy the group in ``finally``, as the official tutorial does."""
-    setup(rank, world_size)
+def tidy_up(rank: int, world_size: int, folder: Path, how: str) -> None:
+    """Destroy the group in ``finally``, as the official tutorial does, with more around it or not."""
+    (ddpsafe.setup if how == "our cleanup" else setup)(rank, world_size)
     try:
         _train_and_fail(rank, folder)
     finally:
-        cleanup()
+        if how == "barrier and destroy":
+            dist.barrier()
+        (ddpsafe.cleanup if how == "our cleanup" else cleanup)()
+        if how == "another group":  # although no other rank makes one
+            setup(rank, world_size)
 
 
 def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
@@ -47,41 +51,12 @@ def tidy_up_with_barrier(rank: int, world_size: int, folder: Path) -> None:
         cleanup()
 
 
-def tidy_up_with_barrier_and_destroy(rank: int, world_size: int, folder: Path) -> None:
-    """Do both in ``finally``, after success and after failure."""
-    setup(rank, world_size)
-    try:
-        _train_and_fail(rank, folder)
-    finally:
-        dist.barrier()
-        cleanup()
-
-
-def tidy_up_with_another_group(rank: int, world_size: int, folder: Path) -> None:
-    """Make another group in ``finally`` although no other rank does."""
-    setup(rank, world_size)
-    try:
-        _train_and_fail(rank, folder)
-    finally:
-        cleanup()
-        setup(rank, world_size)
-
-
 def tidy_up_with_our_barrier(ctx: RankContext, folder: Path) -> None:
     """Wait for the others at a barrier of ddpsafe in ``finally``."""
     try:
         _train_and_fail(ctx.rank, folder)
     finally:
         ctx.barrier("the end")
-
-
-def tidy_up_with_our_cleanup(rank: int, world_size: int, folder: Path) -> None:
-    """Use ddpsafe's setup and cleanup instead of the script's."""
-    ddpsafe.setup(rank, world_size)
-    try:
-        _train_and_fail(rank, folder)
-    finally:
-        ddpsafe.cleanup()
 
 
 def swallow_and_go_on(rank: int, world_size: int, folder: Path) -> None:
