@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
 import signal
 import subprocess
 import threading
-import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +24,7 @@ from scripts import wait_until
 from ddpsafe.checkpoint import Checkpointer, _directory, errors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Mount = Callable[[str, str], Path]
 
@@ -254,6 +254,16 @@ SHORT: Final = timedelta(seconds=0.5)
 """The timeout of a save that never ends."""
 
 
+@contextlib.contextmanager
+def frozen(directory: Path) -> Iterator[None]:
+    """Freeze a file system, so that writes block in the kernel."""
+    subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+
+
 def require_only_the_first(directory: Path) -> None:
     """Fail unless the second save, which has timed out, leaves nothing, and another one can be made."""
     for thread in threading.enumerate():
@@ -273,12 +283,8 @@ def test_save_on_unresponsive_storage_times_out(mount: Mount) -> None:
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
     with Checkpointer(directory, timeout=SHORT) as checkpointer:
-        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
-        try:
-            with pytest.raises(errors.SaveTimeoutError) as caught:
-                checkpointer.save({"x": 2}, 2)
-        finally:
-            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+        with frozen(directory), pytest.raises(errors.SaveTimeoutError) as caught:
+            checkpointer.save({"x": 2}, 2)
         assert caught.value.missing_ranks == (0,)
         assert caught.value.waited_s < machine.hang_limit(10)
     require_only_the_first(directory)
@@ -290,21 +296,18 @@ def test_save_that_hangs_in_the_rename_publishes_nothing_later(
 ) -> None:
     """If the save has timed out before the kernel renames its folder, the rename is undone."""
     directory = mount("ext4", "loop")
-    publish = _directory.publish
+    publish, freezing = _directory.publish, contextlib.ExitStack()
 
     def freeze_and_publish(*args: Any, **kwargs: Any) -> bool:
-        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
+        freezing.enter_context(frozen(directory))
         return publish(*args, **kwargs)
 
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
     with Checkpointer(directory, timeout=SHORT) as checkpointer:
         monkeypatch.setattr(_directory, "publish", freeze_and_publish)
-        try:
-            with pytest.raises(errors.SaveTimeoutError):
-                checkpointer.save({"x": 2}, 2)
-        finally:
-            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
+        with freezing, pytest.raises(errors.SaveTimeoutError):
+            checkpointer.save({"x": 2}, 2)
     monkeypatch.undo()
     require_only_the_first(directory)
 
@@ -315,13 +318,10 @@ def test_interrupted_save_does_not_appear_later(mount: Mount) -> None:
     directory = mount("ext4", "loop")
     with Checkpointer(directory) as checkpointer:
         checkpointer.save({"x": 1}, 1)
-        subprocess.run(["fsfreeze", "-f", str(directory)], check=True)
-        try:
+        with frozen(directory):
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
             with pytest.raises(KeyboardInterrupt):
                 checkpointer.save({"x": 2}, 2)
-        finally:
-            subprocess.run(["fsfreeze", "-u", str(directory)], check=True)
         # Not join(): after an interrupt it takes the thread for finished (Python 3.11).
         wait_until(lambda: not list(directory.glob(".saving*")))
         assert checkpointer.latest() == 1
@@ -356,10 +356,3 @@ def test_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(mount: Mou
         checkpointer.save({"x": 2}, 2)
         checkpointer.save({"x": 3}, 3)
     assert [path.name for path in directory.glob("*step*")] == ["step-000000000003"]
-
-
-def test_successful_save_gives_no_failure_warning(tmp_path: Path) -> None:
-    """With ``on_failure="warn"``, a save that succeeds is silent."""
-    with warnings.catch_warnings(), Checkpointer(tmp_path, on_failure="warn") as checkpointer:
-        warnings.simplefilter("error")
-        checkpointer.save({"x": 1}, 1)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import checkpoint_programs as programs
 import forked_ranks
@@ -189,35 +189,21 @@ def test_child_that_outlives_its_owner_does_not_keep_the_lock(tmp_path: Path) ->
         os.kill(child, signal.SIGKILL)
 
 
-def planted_link(path: Path, victim: Path) -> None:
-    """Plant a link."""
-    path.symlink_to(victim)
+PLANTED: Final[dict[str, Callable[[Path, Path], object]]] = {
+    "a link": lambda path, victim: path.symlink_to(victim),
+    "a hard link": lambda path, victim: path.hardlink_to(victim),
+    "other content": lambda path, victim: path.write_bytes(victim.read_bytes()),
+    "a pipe": lambda path, _: os.mkfifo(path),
+}
 
 
-def planted_name(path: Path, victim: Path) -> None:
-    """Plant a hard link."""
-    path.hardlink_to(victim)
-
-
-def planted_copy(path: Path, victim: Path) -> None:
-    """Plant a file with other content."""
-    path.write_bytes(victim.read_bytes())
-
-
-def planted_pipe(path: Path, _: Path) -> None:
-    """Plant a pipe."""
-    os.mkfifo(path)
-
-
-@pytest.mark.parametrize("plant", [planted_link, planted_name, planted_copy, planted_pipe])
-def test_file_planted_by_another_user_is_not_written(
-    tmp_path: Path, plant: Callable[[Path, Path], None]
-) -> None:
+@pytest.mark.parametrize("what", PLANTED)
+def test_file_planted_by_another_user_is_not_written(tmp_path: Path, what: str) -> None:
     """The victim's file keeps its bytes, and the error names the file at once."""
     victim, path = tmp_path / "authorized_keys", tmp_path / "c" / ".lock"
     victim.write_bytes(b"ssh-ed25519 key")
     path.parent.mkdir()
-    plant(path, victim)
+    PLANTED[what](path, victim)
     with pytest.raises(errors.DirectoryError, match="cannot be used as the lock"):
         Checkpointer(path.parent)
     assert victim.read_bytes() == b"ssh-ed25519 key"

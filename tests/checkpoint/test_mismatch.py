@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import inspect
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 import checkpoint_programs as programs
 import pytest
 import torch
 
+from ddpsafe._errors import Explanation
+from ddpsafe._worker.join.joining import describe
+from ddpsafe._world import World
 from ddpsafe.checkpoint import Checkpointer, errors
+from ddpsafe.checkpoint._ranks import Ranks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +41,28 @@ def refused(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict
     return caught.value.differences
 
 
+META: Final = ("values", "on the meta device, which has none")
+SHAPES: Final = ("2 of shapes (2, 2), (2,)", "2 of shapes (3, 3), (3,)")
+REFUSED: Final[dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, tuple[str, str]]]]] = {
+    # torch would load the first two: it fails in the next step, or goes on with the other's hyperparameters
+    "an optimizer of other parameters": (
+        lambda: {"optimizer": make(2)["optimizer"]}, lambda: {"optimizer": make(3)["optimizer"]},
+        {"optimizer['param_groups'][0]['params']": SHAPES}),
+    "an optimizer of another class": (make, lambda: make(optimizer=torch.optim.SGD), {"optimizer": ("Adam", "SGD")}),
+    # torch would only warn, and leave it without values
+    "a model on the meta device": (lambda: {"model": torch.nn.Linear(2, 2), "x": torch.ones(1)},
+        lambda: {"model": torch.nn.Linear(2, 2, device="meta"), "x": torch.ones(1, device="meta")},
+        {"model['weight']": META, "model['bias']": META, "x": META}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_torch_would_load_is_refused(tmp_path: Path, what: str) -> None:
+    """The error has the differences by their place."""
+    saved, now, differences = REFUSED[what]
+    assert refused(tmp_path, saved(), now()) == differences
+
+
 def test_optimizer_with_other_groups_leaves_the_model_unchanged(tmp_path: Path) -> None:
     """The model comes first in the state, yet nothing is restored in part."""
     model = torch.nn.Linear(2, 2)
@@ -43,29 +73,6 @@ def test_optimizer_with_other_groups_leaves_the_model_unchanged(tmp_path: Path) 
         "optimizer['param_groups']": ("1 group", "2 groups"),
     }
     assert torch.equal(model.weight, before)
-
-
-def test_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    """PyTorch would load it, and fail in the next step."""
-    saved, now = ({"optimizer": make(size)["optimizer"]} for size in (2, 3))
-    assert refused(tmp_path, saved, now) == {
-        "optimizer['param_groups'][0]['params']": (
-            "2 of shapes (2, 2), (2,)",
-            "2 of shapes (3, 3), (3,)",
-        ),
-    }
-
-
-def test_model_on_the_meta_device_is_refused(tmp_path: Path) -> None:
-    """PyTorch would only warn, and leave it without values."""
-    now = {"model": torch.nn.Linear(2, 2, device="meta"), "x": torch.ones(1, device="meta")}
-    saved = {"model": torch.nn.Linear(2, 2), "x": torch.ones(1)}
-    where = ("values", "on the meta device, which has none")
-    assert refused(tmp_path, saved, now) == {
-        "model['weight']": where,
-        "model['bias']": where,
-        "x": where,
-    }
 
 
 def test_lazy_model_takes_its_shapes_from_the_checkpoint(tmp_path: Path) -> None:
@@ -88,12 +95,6 @@ def test_wrapper_that_renames_every_parameter_is_named(tmp_path: Path, *, wraps_
         with pytest.raises(errors.CheckpointMismatchError) as caught:
             checkpointer.restore(now)
     assert "a wrapper puts 'engine.' before" in str(caught.value)
-
-
-def test_optimizer_of_another_class_is_refused(tmp_path: Path) -> None:
-    """PyTorch would load it, and continue with the other optimizer's hyperparameters."""
-    now = make(optimizer=torch.optim.SGD)
-    assert refused(tmp_path, make(), now) == {"optimizer": ("Adam", "SGD")}
 
 
 def test_tensors_of_another_dtype_are_refused(tmp_path: Path) -> None:
@@ -137,3 +138,85 @@ def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
         assert found[rank]["class"] == "CheckpointMismatchError", found
         assert found[rank]["rank"] in ((None, 1) if rank == 1 else (1,))
         assert "'picky' (Picky) could not load its state" in found[rank]["text"]
+
+
+# Errors travel between ranks.
+
+
+FACTS: Final[dict[str, Any]] = {
+    "differences": {"weight": ((2, 3), (3, 2))},
+    "found": 2,
+    "free_bytes": 5,
+    "hosts": ("gpu-07",),
+    "known": 1,
+    "missing_ranks": (1, 3),
+    "needed_bytes": 7,
+    "newest": 20,
+    "owner": {"pid": 4711},
+    "paths": ("state['x']",),
+    "problems": ("first", "second"),
+    "rank": 3,
+    "step": 10,
+    "steps": {"gpu-07": (1, 2)},
+    "waited_s": 20.5,
+}
+
+CLASSES: Final = [
+    cls
+    for cls in vars(errors).values()
+    if inspect.isclass(cls) and issubclass(cls, errors.CheckpointError)
+]
+
+
+def build(cls: type[errors.CheckpointError]) -> errors.CheckpointError:
+    """Make an error with every fact that its class takes."""
+    names = inspect.getfullargspec(cls.__init__).kwonlyargs
+    return cls(
+        Explanation("what happened", "why", "do this"), **{name: FACTS[name] for name in names}
+    )
+
+
+def ranks_of(rank: int) -> Ranks:
+    """Return a rank of four."""
+    world = World(
+        rank=rank,
+        world_size=4,
+        local_rank=rank,
+        local_world_size=4,
+        node_rank=0,
+        nnodes=1,
+        started_by="alone",
+    )
+    return Ranks(
+        describe(world, torch.device("cpu"), "gloo", None),
+        Path("/checkpoints"),
+        timedelta(seconds=1),
+    )
+
+
+def sent(error: BaseException, *, by: int, to: int) -> errors.CheckpointError:
+    """Return an error of one rank as another one raises it."""
+    failure = json.loads(json.dumps(ranks_of(by).failure_of(error)))
+    seen = ranks_of(to).peer_error(failure)
+    assert isinstance(seen, errors.CheckpointError)
+    return seen
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_error_is_the_same_on_every_rank(cls: type[errors.CheckpointError]) -> None:
+    """It travels as JSON; the text names the rank that raised it and the ranks that received it."""
+    error = build(cls)
+    seen = sent(error, by=0, to=1)
+    assert type(seen) is cls
+    assert vars(seen).keys() == vars(error).keys() | {"origin"}
+    assert seen.origin == "peer-lost"
+    assert seen.rank == 3
+    what = f"what happened (raised on rank 3, seen by {ranks_of(1)})"
+    assert seen.explanation == Explanation(what, "why", "do this")
+
+
+def test_error_of_a_foreign_class_is_reported_with_its_class() -> None:
+    """It may be anything that a user's object raises in state_dict()."""
+    seen = sent(ZeroDivisionError("by zero"), by=2, to=0)
+    assert type(seen) is errors.CheckpointError
+    assert str(seen).startswith("ZeroDivisionError: by zero (raised on rank 2, seen by rank 0")

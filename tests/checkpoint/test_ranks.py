@@ -45,12 +45,7 @@ def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str
             1,
         ),
         ("step", "ConfigError", "rank 1 saves step 3, but rank 0 saves 2", 1),
-        (
-            "other calls",
-            "ConfigError",
-            r"rank 1 calls save\(\) while rank 0 .* restore",
-            1,
-        ),
+        ("other calls", "ConfigError", r"rank 1 calls save\(\) while rank 0 .* restore", 1),
         ("unsafe on rank 0", "UnsafeStateError", r"state\['code'\]", 0),
         ("locked", "DirectoryLockedError", "Checkpointer of this process", 0),
         ("lock gone", "SaveError", "has lost its lock on", 0),
