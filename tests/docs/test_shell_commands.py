@@ -44,7 +44,7 @@ KINDS: Final[tuple[tuple[str, str], ...]] = (
     # run by another test
     (r"^README.md: python3 -m venv", ".ci/run"),
     (r"/(first-run|survive-a-kill).md: (python|torchrun|rm|kill|pkill) ", "tests/docs/test_examples.py"),
-    (r"/lose-a-node.md: ", "tests/nodes/test_lose_a_node.py"),
+    (r"/lose-a-node.md: ", "tests/nodes/test_schedulers.py"),
     (r": ddpsafe run ", "tests/launcher/test_run_command.py"),
     (r": ddpsafe doctor( --json| --verbose)?$", "tests/doctor/test_cli.py"),
     (r": NCCL_\w+=\w+ ddpsafe doctor --verbose$", "tests/doctor/test_cli.py"),

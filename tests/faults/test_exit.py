@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import crash_programs as programs
+import exception_programs as programs
 import pytest
 import scripts
 from exception_programs import raise_own_error

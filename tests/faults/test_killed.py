@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from typing import TYPE_CHECKING, Any
 
-import crash_programs as programs
+import exception_programs as programs
 import pytest
 import scripts
 from fault_kit import WORLD_SIZES, WORLDS, World, require_rank, run_script
@@ -87,7 +87,7 @@ def test_a_rank_that_is_killed_before_its_function_runs_is_blamed(
 def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Path) -> None:
     """The caller's SIGCHLD handler may take the exit status; the rank did not exit by itself."""
     statements = """
-        from crash_programs import die_by_kill
+        from exception_programs import die_by_kill
         from training_programs import train
         def reap(*_):
             try:
@@ -108,7 +108,7 @@ def test_a_caller_that_reaps_the_rank_does_not_mislead_the_message(tmp_path: Pat
 def test_a_kill_is_recognized_in_a_caller_that_ignores_sigchld(tmp_path: Path) -> None:
     """The kernel keeps no exit status while SIGCHLD is ignored; the caller's choice is restored."""
     statements = """
-        from crash_programs import die_by_kill
+        from exception_programs import die_by_kill
         from training_programs import train
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:

@@ -94,7 +94,7 @@ def test_the_logs_of_a_failed_attempt_are_kept(
     """A user who stops the next attempt still wants to know why the first one failed."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
-            from retry_programs import die_first_and_then_wait
+            from join_programs import die_first_and_then_wait
             os.environ["TMPDIR"] = {temporary!r}
             times = dict(backoff_initial={backoff_s}, backoff_max=60, jitter=0)
             options.update(run_dir=None, retry=ddpsafe.RetryPolicy(on={{"killed"}}, **times))
@@ -272,7 +272,7 @@ def test_a_signal_between_attempts_ends_the_launch_at_once(
     """The launch does not sit out the backoff, and only the logs of the failure remain."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
-            from crash_programs import die_by_kill
+            from exception_programs import die_by_kill
             from training_programs import train
             os.environ["TMPDIR"] = {temporary!r}
             policy = ddpsafe.RetryPolicy(on={{"killed"}}, backoff_initial=60, backoff_max=60)

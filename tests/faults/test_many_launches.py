@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import leftovers
 import psutil
 import pytest
-from crash_programs import vanish_badly
+from exception_programs import vanish_badly
 from fault_kit import World, require_nothing_left
 from training_programs import return_rank, train
 

@@ -7,7 +7,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-import crash_programs as programs
+import exception_programs as programs
 import pytest
 from fault_kit import (
     CRASH_S,
@@ -44,7 +44,7 @@ def test_the_kernels_out_of_memory_killer_is_named(
 ) -> None:
     """A rank that the kernel killed is distinguished from one that a user killed."""
     statements = f"""
-        from crash_programs import outgrow_the_machine
+        from exception_programs import outgrow_the_machine
         from training_programs import since, train
         try:
             ddpsafe.launch(

@@ -7,8 +7,8 @@ import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import join_programs as programs
 import pytest
-import retry_programs as programs
 from fault_kit import WORLD_SIZES, WORLDS, World
 from training_programs import Optimizer, train
 

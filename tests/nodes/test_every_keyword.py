@@ -36,7 +36,7 @@ PAUSE: Final = (
     "tests/nodes/test_launcher_errors.py::test_a_signal_to_node_0_while_it_waits_ends_all_launchers"
 )
 ROUNDS: Final = (
-    "tests/nodes/test_rounds.py::test_ten_failed_attempts_are_followed_by_a_successful_one"
+    "tests/nodes/test_replacement.py::test_ten_failed_attempts_are_followed_by_a_successful_one"
 )
 ENDING: Final = (
     "tests/nodes/test_loss.py::test_a_signal_while_ranks_are_ending_takes_effect_on_all_nodes"
@@ -88,7 +88,7 @@ PROVED_BY: Final[dict[str, str]] = {
     "Rendezvous.last_call": FEWER,
     "Rendezvous.join": PROBLEMS,
     "Rendezvous.signal_scope": (
-        "tests/nodes/test_taken_back.py::test_all_nodes_stop_where_the_signal_is_for_the_job"
+        "tests/nodes/test_replacement.py::test_all_nodes_stop_where_the_signal_is_for_the_job"
     ),
     "Rendezvous.secret_file": OTHERS,
     "Rendezvous.ports": "tests/nodes/test_security.py::test_node_0_listens_only_in_a_range_of_ports",

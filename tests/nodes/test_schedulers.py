@@ -20,6 +20,9 @@ from ddpsafe._commands.template import read_template
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hosts import Network
+
+
 yaml = pytest.importorskip("yaml")
 
 pytestmark = pytest.mark.root
@@ -226,3 +229,55 @@ def test_the_ssh_loop_of_the_page_starts_a_job(network: Network, tmp_path: Path)
     assert "is derived from its endpoint" not in ended.stderr
     assert (tmp_path / "job-secret").stat().st_mode & 0o077 == 0
     require_nothing_left(network)
+
+
+# The page about the loss of a node.
+
+
+CHECKOUT: Final = Path(__file__).parents[2]
+TRAINING_S: Final = 330
+"""Twelve epochs take 10 s, or minutes on an overloaded machine."""
+
+PAGE_OF_A_LOSS: Final = CHECKOUT / "docs" / "tutorial" / "lose-a-node.md"
+
+
+def command_of_the_page(folder: Path) -> list[str]:
+    """Return the command of the page, which is the same for the hosts h0, h1 and h2."""
+    found = set(re.findall(r"^ddpsafe run .*$", PAGE_OF_A_LOSS.read_text(), re.MULTILINE))
+    assert len(found) == 1, "the replacement is started with the command of the start"
+    text = found.pop().replace("gpu-01", "h0")
+    text = text.replace("examples/", f"{CHECKOUT}/examples/")
+    words = shlex.split(text)[1:]
+    return ["-m", "ddpsafe", *words, "--out", str(folder), "--data", f"{folder}/d"]
+
+
+@pytest.mark.soak  # test_replacement.py tests the parts, and tests/docs the training
+@pytest.mark.timeout(480)  # two complete trainings
+def test_training_continues_after_the_loss_of_a_host(own_network: Network, tmp_path: Path) -> None:
+    """One of two hosts loses power in mid-epoch; a third replaces it with the same command."""
+    pytest.importorskip("sklearn", reason="the examples need pip install 'ddpsafe[examples]'")
+    command = command_of_the_page(tmp_path)
+    first, second = (Launcher(own_network[node], command, {}) for node in (0, 1))
+    checkpoints = tmp_path / "checkpoints"
+
+    def said() -> str:
+        return "\n".join(line for _, line in first.lines) + first.err
+
+    scripts.wait_until(
+        lambda: checkpoints.exists() and len(list(checkpoints.iterdir())) >= 2,
+        otherwise=lambda: said()[-2000:] + second.err[-1000:],
+    )
+    own_network[1].power_off()
+    lost = r"node 1 \('h1', rank 1 of world_size 2\) was lost, attempt 1 of 4"
+    scripts.wait_until(lambda: re.search(lost, said()), otherwise=said)
+    third = Launcher(own_network[2], command, {})
+    assert first.end(TRAINING_S) == 0, said()[-3000:]
+    assert third.end() == 0, third.err[-3000:]
+    epochs = [int(number) for number in re.findall(r"ranks \[.*\], (\d+) epochs done", said())]
+    assert epochs[0] == 0
+    assert len(epochs) == 2
+    assert 1 <= epochs[1] < 12
+    (accuracy,) = re.findall(r"test accuracy ([0-9.]+) \(world_size 2\)", said())
+    assert float(accuracy) > 0.9
+    assert (tmp_path / "curves.png").exists()
+    require_nothing_left(own_network, besides=[1])

@@ -16,8 +16,7 @@ from typing import Any
 import scripts
 import torch
 import torch.distributed as dist
-from crash_programs import vanish_badly
-from exception_programs import LostSampleError, raise_own_error
+from exception_programs import LostSampleError, raise_own_error, vanish_badly
 from hang_programs import FOREVER_S, hold_the_gil, sleep
 from torch.utils.data import DataLoader
 from training_programs import average_gradients, mark
