@@ -1,4 +1,4 @@
-"""The private names of the standard library still mean what ddpsafe expects."""
+"""The private names of the standard library and of torch still mean what ddpsafe expects."""
 
 from __future__ import annotations
 
@@ -193,9 +193,6 @@ def test_the_options_of_a_parser_are_found() -> None:
     parser.add_argument("--one", "-o")
     parser.add_argument("--two", action="store_true")
     assert _stdlib_private.options_of(parser) == ["--one", "-o", "--two"]
-
-
-# Private names of torch.
 
 
 def test_an_iterator_of_the_loader_knows_its_workers() -> None:

@@ -1,4 +1,4 @@
-"""A checkpoint of other objects is refused by name, before any object changes."""
+"""A checkpoint of other objects is refused by name, before any object changes; errors travel between ranks."""
 
 from __future__ import annotations
 
@@ -138,9 +138,6 @@ def test_refusal_of_one_rank_is_raised_on_every_rank(tmp_path: Path) -> None:
         assert found[rank]["class"] == "CheckpointMismatchError", found
         assert found[rank]["rank"] in ((None, 1) if rank == 1 else (1,))
         assert "'picky' (Picky) could not load its state" in found[rank]["text"]
-
-
-# Errors travel between ranks.
 
 
 FACTS: Final[dict[str, Any]] = {

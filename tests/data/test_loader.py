@@ -1,4 +1,4 @@
-"""The loader counts epochs, takes torch's arguments, and refuses silent mistakes."""
+"""The loader counts epochs, takes torch's arguments, and refuses silent mistakes; ``ctx.loader`` makes it."""
 
 from __future__ import annotations
 
@@ -495,9 +495,6 @@ def test_batches_are_those_of_torchs_loader(size: int, *, drop_last: bool) -> No
         assert batch.tolist() == expected.tolist()
         drawn += len(batch)
         assert sampler.state_dict()["consumed"] == min(2999, 2 * drawn)
-
-
-# One call makes a rank's loader: ``ctx.loader``, for training and for evaluation.
 
 
 @pytest.mark.full(but=["30"])

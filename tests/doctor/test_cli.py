@@ -1,4 +1,4 @@
-"""The command ``ddpsafe``: help, exit codes, JSON, the HTML page, and secrets that stay hidden."""
+"""The command ``ddpsafe``: help, exit codes, JSON, the HTML page, secrets that stay hidden, and pages of codes."""
 
 from __future__ import annotations
 
@@ -247,9 +247,6 @@ def test_a_removed_working_directory_is_reported(arguments: str, tmp_path: Path)
     assert "The current directory has been removed" in printed
     assert "pip install" not in printed
     assert "Traceback" not in printed
-
-
-# Codes and their pages.
 
 
 if sys.version_info >= (3, 11):

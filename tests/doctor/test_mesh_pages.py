@@ -1,4 +1,4 @@
-"""Every finding of the mesh has a page, and the page shows the doctor's current output."""
+"""Every finding of the mesh has a page, and the page shows the doctor's current output; the picture of a matrix."""
 
 from __future__ import annotations
 
@@ -169,9 +169,6 @@ def test_page_shows_the_output_of_the_doctor(code: str, monkeypatch: pytest.Monk
     block = f"```text\n{found.as_text()}\n```"
     page = (PAGES / f"{code}.md").read_text(encoding="utf-8")
     assert block in page, f"{code}.md has to show:\n{block}"
-
-
-# The picture of a matrix.
 
 
 SVG: Final = "{http://www.w3.org/2000/svg}"

@@ -327,9 +327,6 @@ def test_fix_fits_the_place_where_the_variable_was_set(
     assert any(each.startswith(line) for each in lines_to_copy({"fix": found.fix})), found.fix
 
 
-# Variables.
-
-
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
 
 

@@ -1,4 +1,4 @@
-"""``ddpsafe explain``: what it reads, what it prints, and its exit codes."""
+"""``ddpsafe explain``: what it reads, what it prints, and its exit codes; recordings of torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -167,9 +167,6 @@ def test_the_command_does_not_import_torch() -> None:
         "ddpsafe.cli.main(['explain']); sys.exit('torch' in sys.modules or 'pydantic' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-# Recordings of torch's flight recorder.
 
 
 RANKS: Final = (0, 1, 2)

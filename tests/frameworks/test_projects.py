@@ -1,4 +1,4 @@
-"""Training code in the shape of well-known projects, with their packages: as under torchrun, and with faults.
+"""Training code in the shape of well-known projects, with their packages: as under torchrun, and with faults; and recipes.
 
 Each program is a small one of our own. It trains on the CPU in two ranks, prints its losses, and leaves a step out,
 raises or is killed in rank 1 where ``FAULT`` says so.
@@ -393,9 +393,6 @@ def test_the_rank_with_the_fault_is_named(tmp_path: Path, name: str, fault: str,
     assert done.code != 0, done.out[-1000:]
     found = [line for line in done.err.splitlines() if line.startswith("ddpsafe.")]
     assert re.search(rf"rank 1 \(world_size 2\) .*{said}", "\n".join(found)), done.err[-3000:]
-
-
-# Recipes of the documentation.
 
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "how-to" / "frameworks.md"

@@ -78,9 +78,6 @@ def test_a_file_and_the_variable_are_the_same_secret(
     assert by_file == key_of(config()) != derived
 
 
-# A store on another host, over a connection that breaks.
-
-
 @pytest.fixture
 def wire() -> Iterator[Wire]:
     """Lay a way to a store that runs meanwhile."""

@@ -1,4 +1,4 @@
-"""The check for leftovers, which runs after every test, finds them."""
+"""The check for leftovers, which runs after every test, finds them; hosts leave none."""
 
 from __future__ import annotations
 
@@ -97,9 +97,6 @@ def test_semaphores_of_another_run_are_ignored() -> None:
     finally:
         stranger.unlink()
         own.unlink(missing_ok=True)
-
-
-# Hosts.
 
 
 pytestmark = pytest.mark.root

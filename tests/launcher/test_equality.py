@@ -58,9 +58,6 @@ def differing(found: State, expected: State) -> list[str]:
     return sorted(name for name in found if not torch.equal(found[name], expected[name]))
 
 
-# Accelerate and Lightning Fabric.
-
-
 Train = Callable[[ddpsafe.RankContext], dict[str, Any]]
 
 FAST: Final[dict[str, Any]] = {

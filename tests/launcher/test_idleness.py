@@ -206,9 +206,6 @@ def test_a_slow_start_is_not_idle(tmp_path: Path, what: str) -> None:
         assert is_active(before, now, elapsed_s=elapsed_s, has_answered=False)
 
 
-# How long ranks that have returned may still run.
-
-
 NEVER: Final = 10**6
 
 

@@ -1,4 +1,4 @@
-"""Another user of the host cannot interfere with a launch on one node."""
+"""Another user of the host cannot interfere with a launch on one node, nor read or redirect its logs."""
 
 from __future__ import annotations
 
@@ -201,9 +201,6 @@ def test_barriers_do_not_fill_the_store(tmp_path: Path) -> None:
             ]
             assert [each.result() for each in barriers] == [[], [], []]
     assert len(list(tmp_path.iterdir())) <= 2 * (size + 1)
-
-
-# Log files.
 
 
 WRITE = os.O_WRONLY | os.O_CREAT | os.O_APPEND

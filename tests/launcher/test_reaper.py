@@ -1,4 +1,4 @@
-"""The reaper cleans up after a launcher that was killed."""
+"""The reaper cleans up after a launcher that was killed, and no process is ended that is not of the launch."""
 
 from __future__ import annotations
 
@@ -204,9 +204,6 @@ def test_a_reaper_that_ended_too_early_is_reported(caplog: pytest.LogCaptureFixt
         running._process.kill()
         scripts.wait_until(lambda: running._process.poll() is not None)
     assert "has ended too early (SIGKILL)" in caplog.text
-
-
-# Processes that ranks have started.
 
 
 LAUNCH_ID = "5" * 32

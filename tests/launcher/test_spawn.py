@@ -1,4 +1,4 @@
-"""`spawn` replaces ``torch.multiprocessing.spawn``, and scripts run unchanged."""
+"""`spawn` replaces ``torch.multiprocessing.spawn``, and scripts run unchanged, with torch's errors and shared tensors."""
 
 from __future__ import annotations
 
@@ -502,9 +502,6 @@ def test_the_interpreter_waits_at_exit_for_ranks_that_are_not_daemonic(tmp_path:
     run = scripts.run(tmp_path, source, str(tmp_path))
     assert run.lines() == [" ".join(str(pid) for (pid,) in notes(tmp_path).values())]
     assert run.err == ""
-
-
-# As torch's spawn.
 
 
 METHODS: Final = pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``ddpsafe status`` shows a running, ended or dead launch in another terminal."""
+"""``ddpsafe status`` shows a running, ended or dead launch in another terminal, and which ranks make others wait."""
 
 from __future__ import annotations
 
@@ -415,9 +415,6 @@ def test_the_gpu_of_a_slow_rank_is_shown(
     shown = [line for line in lines if line.startswith("rank 0 is on GPU 3: ")]
     assert len(shown) == is_shown
     assert json.loads(json.dumps(rank["gpus"]))[0]["is_throttled"] == (clocks is HOT)
-
-
-# Ranks that make others wait.
 
 
 STEPS = 40

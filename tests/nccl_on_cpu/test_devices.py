@@ -1,4 +1,4 @@
-"""Which rank gets which GPU, and that no launch starts with fewer: tested without a GPU."""
+"""Which rank gets which GPU, and that no launch starts with fewer: tested without a GPU, and its driver."""
 
 from __future__ import annotations
 
@@ -459,9 +459,6 @@ def test_subgroup_is_not_split_from_the_main_group() -> None:
         start_method="forkserver",
     ).values
     assert values == {0: ["None", "cuda:0", 1], 1: []}
-
-
-# The driver's list of processes.
 
 
 class Driver(ModuleType):

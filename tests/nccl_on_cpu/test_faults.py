@@ -1,4 +1,4 @@
-"""Ranks that end as NCCL ends them, with recorded watchdog messages: who is blamed."""
+"""Ranks that end as NCCL ends them, with recorded watchdog messages: who is blamed, and what they say."""
 
 from __future__ import annotations
 
@@ -164,9 +164,6 @@ def test_script_that_handles_nccl_errors_continues(
         env=variable,
     )
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["went on"] * 2
-
-
-# Texts of the watchdog.
 
 
 DIST = "DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3356, "

@@ -1,4 +1,4 @@
-"""A rank of a job on several nodes fails: every node names it with the same message, and nothing is left."""
+"""A rank of a job on several nodes fails: every node names it with the same message, and nothing is left. What is seen of it."""
 
 from __future__ import annotations
 
@@ -222,9 +222,6 @@ def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
     finally:
         for launcher in launchers:
             launcher.kill()
-
-
-# Ranks that wait.
 
 
 DEFAULTS: Final[dict[str, Any]] = {"timeouts": {"grace": 3}}

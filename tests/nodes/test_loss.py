@@ -1,4 +1,4 @@
-"""A launcher or host of several is lost: the others name it, end their ranks, and exit with 75."""
+"""A launcher or host of several is lost: the others name it, end their ranks, and exit with 75. An outage ends nothing."""
 
 from __future__ import annotations
 
@@ -537,9 +537,6 @@ def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
     assert (said[0]["error"], said[0]["code"]) == ("PreemptedError", AGAIN), said[0]
     values = {rank: value for each in said for rank, value in each["values"].items()}
     assert len({value["last"] for value in values.values()}) == 1
-
-
-# An outage at any moment.
 
 
 LAUNCHERS: Final = "eth0"

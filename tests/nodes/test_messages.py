@@ -213,9 +213,6 @@ def test_a_stopped_launcher_receives_a_bounded_number_of_signs_of_life(
     assert _MAX_UNANSWERED_BEATS <= len(heard) <= 3 * _MAX_UNANSWERED_BEATS
 
 
-# A connection breaks and is made again: nothing is missing, nothing comes twice.
-
-
 MESSAGES: Final = 200
 
 

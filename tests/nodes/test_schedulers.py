@@ -1,4 +1,4 @@
-"""Nodes that a scheduler starts: the pods of a Job or a PyTorchJob, and a loop over ssh."""
+"""Nodes that a scheduler starts: the pods of a Job or a PyTorchJob, and a loop over ssh; the loss of one."""
 
 from __future__ import annotations
 
@@ -229,9 +229,6 @@ def test_the_ssh_loop_of_the_page_starts_a_job(network: Network, tmp_path: Path)
     assert "is derived from its endpoint" not in ended.stderr
     assert (tmp_path / "job-secret").stat().st_mode & 0o077 == 0
     require_nothing_left(network)
-
-
-# The page about the loss of a node.
 
 
 CHECKOUT: Final = Path(__file__).parents[2]

@@ -87,9 +87,6 @@ def test_a_forked_child_of_the_rank_sends_nothing(pipe: tuple[Sender, Receiver])
     assert receiver.receive() == []
 
 
-# Facts of exceptions.
-
-
 OURS: Final = str(Path(ddpsafe.__file__).parent)
 STDLIB: Final = sysconfig.get_path("stdlib")
 VENV: Final = "/venv/lib/python3.11/site-packages"

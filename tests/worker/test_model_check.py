@@ -111,9 +111,6 @@ def test_warnings_of_the_constructor_are_the_callers(tmp_path: Path, how: tuple[
     assert done.out.splitlines() == ["True"] * 4
 
 
-# Seeds.
-
-
 def draw(folder: Path, how: str, *, seed: int | None = 3, ranks: int = 2) -> list[dict[str, Any]]:
     """Return what each rank drew."""
     folder.mkdir()

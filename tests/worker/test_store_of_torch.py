@@ -95,9 +95,6 @@ def test_the_store_takes_a_listening_socket_in_every_torch_version(
     assert (given["is_master"], given["use_libuv"]) == (True, by_libuv)
 
 
-# The import of torch.
-
-
 @pytest.fixture
 def _other_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have this process find another torch, which fails if a file says so."""
