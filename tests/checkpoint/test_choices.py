@@ -7,18 +7,15 @@ import math
 import shutil
 import warnings
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from ddpsafe._errors import ConfigError
 from ddpsafe.checkpoint import Checkpointer, Keep, _format, _schedule, errors
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 DEEP: Any = 1
 for _ in range(150):

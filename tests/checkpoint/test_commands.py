@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ import torch
 from ddpsafe import cli
 from ddpsafe._errors import ConfigError
 from ddpsafe.checkpoint import Checkpointer, import_file
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import random
 import shutil
 import socket
 import zlib
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -20,11 +21,6 @@ import torch
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES
 from ddpsafe.checkpoint._format import ShardedTensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 FLIPS_PER_FILE = 40
 

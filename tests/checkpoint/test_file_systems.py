@@ -9,9 +9,10 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import checkpoint_programs as programs
 import machine
@@ -23,10 +24,7 @@ from scripts import wait_until
 
 from ddpsafe.checkpoint import Checkpointer, _directory, errors
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    Mount = Callable[[str, str], Path]
+Mount = Callable[[str, str], Path]
 
 
 @pytest.mark.root

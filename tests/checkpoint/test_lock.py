@@ -8,8 +8,11 @@ import shutil
 import signal
 import subprocess
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, Final
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
 
 import checkpoint_programs as programs
 import forked_ranks
@@ -17,11 +20,6 @@ import pytest
 import scripts
 
 from ddpsafe.checkpoint import Checkpointer, _lock, errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from multiprocessing.process import BaseProcess
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import memory_programs as programs
 import pytest
@@ -28,9 +29,6 @@ from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
 from ddpsafe.checkpoint.errors import CheckpointWarning, RestoreError, SaveError, SaveTimeoutError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 DIRECTORY: Final = Path("/checkpoints")
 LIMIT: Final = 60

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import checkpoint_programs as programs
 import pytest
@@ -17,10 +18,6 @@ from ddpsafe._worker.join.joining import describe
 from ddpsafe._world import World
 from ddpsafe.checkpoint import Checkpointer, errors
 from ddpsafe.checkpoint._ranks import Ranks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 def make(size: int = 2, optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam) -> Any:

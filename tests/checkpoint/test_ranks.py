@@ -8,7 +8,8 @@ import shutil
 import socket
 import time
 from collections import Counter
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import checkpoint_programs as programs
 import forked_ranks
@@ -21,9 +22,6 @@ import ddpsafe
 from ddpsafe._job import peers
 from ddpsafe._job.control import Control
 from ddpsafe.checkpoint import Checkpointer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SOON: Any = {"backoff_initial": 0, "jitter": 0}
 

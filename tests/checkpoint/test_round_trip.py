@@ -8,9 +8,10 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,9 +21,6 @@ import torch
 import ddpsafe
 from ddpsafe import checkpoint, data
 from ddpsafe.checkpoint import Checkpointer, PerRank, errors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Counter:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import odd_end_programs as programs
 import pytest
 from fault_kit import HANG_S, World
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.full

@@ -9,8 +9,9 @@ import os
 import signal
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import machine
 import pytest
@@ -18,9 +19,6 @@ import scripts
 from exception_programs import LostSampleError
 from fault_kit import CRASH_S, fault_time_s, write_script
 from machine import require_in_time
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 PAUSE_S: Final = 2.0
 """How long a reader may pause after the ranks have ended before the launcher stops writing."""

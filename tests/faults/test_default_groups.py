@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import group_programs as programs
 import pytest
@@ -10,9 +10,6 @@ from exception_programs import LostSampleError
 from fault_kit import World, require_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SHAPES = sorted(programs.GROUPS)
 

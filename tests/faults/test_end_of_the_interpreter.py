@@ -5,14 +5,11 @@ from __future__ import annotations
 import gzip
 import sys
 import zipfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import h5py
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TRAINING = """
     import atexit, csv, gzip, sys, tempfile, time, zipfile

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import exception_programs as programs
 import pytest
@@ -11,9 +11,6 @@ from join_programs import FailsToLoad
 from training_programs import return_rank, train, train_by_hand
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import exception_programs as programs
 import pytest
@@ -12,10 +14,6 @@ from fault_kit import WORLD_SIZES, World, require_rank, run_script
 from training_programs import train, train_by_hand
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 EXITS = [
     pytest.param(programs.exit_well, ddpsafe.RankLeftEarlyError, 1, id="sys.exit(0)"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import orphan_programs as programs
 import pytest
@@ -11,9 +11,6 @@ from fault_kit import CRASH_S, World, require_rank
 from training_programs import train
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_helpers_exception_does_not_end_the_job(tmp_path: Path) -> None:

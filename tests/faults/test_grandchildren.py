@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import leftovers
 import orphan_programs as programs
@@ -11,9 +11,6 @@ import pytest
 from fault_kit import WORLD_SIZES, WORLDS, World, is_running, require_nothing_left, require_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.full

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
 from fault_kit import BY_TIMEOUT, WORLDS, World, require_hang, require_places
 from training_programs import train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)

@@ -6,17 +6,14 @@ import os
 import re
 import subprocess
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
 import scripts
 from fault_kit import COLLECTIVE_S, HANG_S, fault_time_s, is_running, start_script
 from machine import require_in_time
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 KILL_S = 2.5
 """How long the launcher tries to end such a rank: grace after SIGTERM, SIGKILL, a last check."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import hang_programs as programs
 import pytest
@@ -16,10 +18,6 @@ from fault_kit import (
     require_places,
 )
 from training_programs import train, train_by_hand
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.mark.full(but=["3-sleep"])

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
@@ -19,10 +19,6 @@ from ddpsafe import ConfigError, clean_environment
 from ddpsafe._launcher.diagnosis.rank_readings import is_alone_in_job
 from ddpsafe._launcher.watch import deadlock_watch
 from ddpsafe._world import JOINED, joined_mark, require_not_inherited
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 INNER = """
 import ddpsafe

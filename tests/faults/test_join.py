@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import join_programs as programs
 import pytest
@@ -12,9 +13,6 @@ from machine import require_in_time
 from training_programs import return_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RENDEZVOUS_S = 2.0
 

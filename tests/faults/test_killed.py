@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import exception_programs as programs
 import pytest
@@ -13,10 +15,6 @@ from join_programs import FailsToLoad
 from training_programs import return_rank, train, train_by_hand
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 
 @pytest.mark.full(but=["3-SIGKILL", "3-SIGSEGV"])

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import leftovers
 import psutil
 import pytest
 import scripts
 from fault_kit import launch_everything, start_script
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.full(but=["gil-forkserver"])

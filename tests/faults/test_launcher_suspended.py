@@ -5,18 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Final
+from pathlib import Path
+from typing import Final
 
 import machine
 import psutil
 import pytest
 import scripts
-from fault_kit import start_script
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from fault_kit import Started
+from fault_kit import Started, start_script
 
 _EXIT_CODE_OF_A_STOP: Final = 75
 """Exit code of a job that stopped on request."""

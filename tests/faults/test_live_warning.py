@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
@@ -17,9 +17,6 @@ from machine import require_in_time
 
 from ddpsafe._clock import AwakeClock
 from ddpsafe._launcher.watch import deadlock_watch, supervisor
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 QUIET_S = 1.5
 

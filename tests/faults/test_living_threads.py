@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import threading
+from collections.abc import Iterable
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import odd_end_programs as programs
 import pytest
@@ -15,10 +16,6 @@ from fault_kit import CRASH_S, World, require_complete_message
 
 import ddpsafe
 from ddpsafe._launcher.watch import supervisor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
 
 
 def test_what_a_function_left_running_is_waited_for(

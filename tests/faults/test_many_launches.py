@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import leftovers
 import psutil
@@ -16,9 +16,6 @@ from fault_kit import World, require_nothing_left
 from training_programs import return_rank, train
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MAX_GROWTH_BYTES = 20 << 20
 """Growth of the launcher's memory: 100 kB for each of 200 launches would be a leak."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import collective_programs as programs
 import pytest
 from fault_kit import BY_TIMEOUT, World, require_hang, require_places, require_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SIZES_AND_CULPRITS: list[tuple[int, int]] = [(2, 1), (4, 2)]
 """World size and culprit."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
@@ -15,10 +16,6 @@ from ddpsafe._launcher.processes.rank_process import RankState
 from ddpsafe._launcher.watch.hang_detection import LearnedGaps, NewCollectives, ProgressWatch
 from ddpsafe._wire.messages import Collective, Position
 from ddpsafe._wire.rank_pipe import Progress
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 PROGRESS_S = 1.5
 

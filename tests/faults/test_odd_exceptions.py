@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import exception_programs as programs
 import pytest
@@ -11,10 +13,6 @@ from fault_kit import World, require_rank
 from training_programs import train
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 NEEDS_GROUPS = pytest.mark.skipif(
     sys.version_info < (3, 11), reason="exception groups need Python 3.11"

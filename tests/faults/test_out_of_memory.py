@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import exception_programs as programs
 import pytest
@@ -22,10 +24,6 @@ from machine import require_in_time
 from training_programs import train
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 
 @pytest.fixture

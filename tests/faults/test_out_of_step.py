@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import collective_programs as programs
 import hang_programs
@@ -22,9 +22,6 @@ from training_programs import do_nothing_about_it
 
 import ddpsafe
 from ddpsafe._wire.foreign_texts import find_handled_errors
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KEPT_COLLECTIVES = 16
 """How many collectives of each group are kept as evidence."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import own_cleanup_programs as programs
 import pytest
@@ -18,11 +20,6 @@ from training_programs import Optimizer, train
 
 import ddpsafe
 from ddpsafe._wire.exception_facts import find_on_its_way
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
 
 MAX_READS = 8
 """Within 3 s. A rank that was asked every 0.25 s throughout would have 12 reads."""

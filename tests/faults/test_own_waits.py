@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, NamedTuple
 
 import collective_programs as programs
 import pytest
@@ -12,10 +14,6 @@ from fault_kit import World, require_hang, require_places, require_rank
 
 import ddpsafe
 from ddpsafe._launcher.watch import deadlock_watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PROVED_S = 6.0
 """From the fault to the end of the launch; no timeout is set."""

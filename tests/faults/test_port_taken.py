@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import join_programs as programs
 import leftovers
@@ -12,9 +12,6 @@ from fault_kit import World, require_nothing_left, require_rank
 from training_programs import do_nothing_about_it, train_by_hand
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_hard_coded_port_that_is_taken_does_not_matter(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -17,9 +18,6 @@ from fault_kit import CRASH_S, World, require_complete_message, require_rank, st
 from machine import require_in_time
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXIT_TRY_AGAIN: Final = 75
 """Exit code that asks for another start: EX_TEMPFAIL."""

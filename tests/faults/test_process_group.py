@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import attached_programs as programs
 import forked_ranks
@@ -12,9 +12,6 @@ from fault_kit import CRASH_S, HANG_S, WORLD_SIZES
 from machine import require_in_time
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BARRIER_S = 1.5
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
@@ -11,10 +12,6 @@ from fault_kit import World, require_hang, require_places, require_rank
 
 import ddpsafe
 from ddpsafe._launcher.watch import deadlock_watch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 PROVED_S = 5.0
 """From the fault to the end of the launch."""

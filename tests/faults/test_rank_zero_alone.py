@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import collective_programs as programs
 import pytest
 from fault_kit import BY_TIMEOUT, World, require_hang
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.full

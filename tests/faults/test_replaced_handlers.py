@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import odd_end_programs as programs
 import pytest
@@ -11,10 +13,6 @@ from fault_kit import BY_TIMEOUT, World, require_hang, require_rank
 from training_programs import train
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux", reason="only Linux shows which signals a process catches"

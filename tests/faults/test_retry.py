@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import pickle
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import join_programs as programs
 import pytest
@@ -14,10 +16,6 @@ from training_programs import Optimizer, train
 
 import ddpsafe
 from ddpsafe import RetryPolicy
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SHORT_BACKOFF: dict[str, Any] = {"backoff_initial": 0.05, "backoff_max": 0.05, "jitter": 0}
 

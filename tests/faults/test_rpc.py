@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import hang_programs as programs
 import pytest
 from fault_kit import HANG_S, World, require_hang, require_rank
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RPC_S = 2.0
 """Timeout of the calls."""

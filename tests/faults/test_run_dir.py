@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import run_dir_programs as programs
@@ -24,9 +25,6 @@ from training_programs import FAULT_STEP, return_rank, train
 import ddpsafe
 from ddpsafe._job.store_keys import FolderStore
 from ddpsafe._launcher.run_directory import open_run_directory, remove_old_directories
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import hang_programs as programs
 import pytest
@@ -12,9 +13,6 @@ from fault_kit import BY_TIMEOUT, COLLECTIVE_S, HANG_S, WORLDS, World, require_h
 from training_programs import train, train_by_hand
 
 from ddpsafe._launcher.processes.rank_process import RankProcess
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(("ranks", "start_method"), WORLDS)

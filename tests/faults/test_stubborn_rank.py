@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import leftovers
 import orphan_programs as programs
@@ -14,9 +14,6 @@ from training_programs import since
 
 import ddpsafe
 from ddpsafe._launcher.watch.supervisor import LEAVE
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GRACE_S = 0.5
 

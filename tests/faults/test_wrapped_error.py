@@ -5,7 +5,9 @@ One launch for each way in which a rank learns of it; tests/launcher/test_root_c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import own_cleanup_programs as programs
 import pytest
@@ -14,10 +16,6 @@ from fault_kit import BY_TIMEOUT, HANG_S, World, require_hang, require_rank
 from hang_programs import sleep
 
 import ddpsafe
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 IN_FLIGHT_S = 3.0
 """Two looks find a rank that waits with an exception in flight; no timeout is involved."""

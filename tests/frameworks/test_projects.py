@@ -9,15 +9,11 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import machine
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 LIMIT_S: Final = machine.hang_limit(200.0)
 

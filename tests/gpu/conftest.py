@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 REHEARSED: Final = "DDPSAFE_REHEARSE_GPU" in os.environ
 """Whether these tests run on the CPU, each up to the line that needs a GPU, as ``nox -s gpu -- --rehearse`` does."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import forked_ranks
 import gpu_programs as programs
@@ -13,9 +13,6 @@ from forked_ranks import by_hand, free_port
 
 import ddpsafe
 from ddpsafe import _gpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 

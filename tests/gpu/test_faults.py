@@ -8,7 +8,9 @@ test on the CPU, with recorded messages and dumps.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import gpu_programs as programs
 import pytest
@@ -17,11 +19,7 @@ import torch
 import ddpsafe
 from ddpsafe import _gpus
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    Fails = Callable[..., Any]
+Fails = Callable[..., Any]
 
 pytestmark = pytest.mark.gpu
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import gpu_programs as programs
 import pytest
@@ -11,9 +12,6 @@ import torch
 
 import ddpsafe
 from ddpsafe import _gpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GPUS: Final = torch.cuda.device_count()
 

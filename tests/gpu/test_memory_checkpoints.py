@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import memory_programs as programs
 import pytest
@@ -10,10 +12,6 @@ import torch
 
 import ddpsafe
 from ddpsafe import _gpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 pytestmark = pytest.mark.gpu
 

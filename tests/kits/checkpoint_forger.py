@@ -24,16 +24,14 @@ import warnings
 import zipfile
 import zlib
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import machine
 import torch
 
 from ddpsafe.checkpoint import Checkpointer, PerRank, errors
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LIMIT_S: Final = machine.hang_limit(20)
 NEWEST: Final = "step-000000000002"

@@ -9,23 +9,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 import machine
 import scripts
+from hosts import Host, Network
+from warm_python import Forked
 
 from ddpsafe._launcher.launch_parts import LaunchParts
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from hosts import Host, Network
-    from warm_python import Forked
-
-    from ddpsafe._launcher.plan import LaunchPlan
+from ddpsafe._launcher.plan import LaunchPlan
 
 PROGRAM: Final = Path(__file__).parents[1] / "programs" / "node_programs.py"
 LIMIT_S: Final = machine.hang_limit(180)

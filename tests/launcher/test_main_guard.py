@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import scripts
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
+from nbformat import NotebookNode
 
 REFUSED = re.compile(r"^ddpsafe\.ConfigError: (.*):(\d+) launches at the top level", re.MULTILINE)
 

@@ -10,7 +10,7 @@ import threading
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import forked_ranks
 import nccl_programs as programs
@@ -26,10 +26,6 @@ from ddpsafe._config import LaunchConfig
 from ddpsafe._gpus import VisibleGpus
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe.checkpoint._trees import HostCopies
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
 

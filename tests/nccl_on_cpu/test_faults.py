@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import machine
 import nccl_programs as programs
@@ -12,6 +13,7 @@ import pytest
 from nccl_programs import TIMED_OUT, nccl2_words, thrown_words, watchdog_words
 
 import ddpsafe
+from ddpsafe._errors import FailureKind
 from ddpsafe._launcher.diagnosis.rank_readings import read_position
 from ddpsafe._wire.foreign_texts import (
     WatchdogPlace,
@@ -22,11 +24,6 @@ from ddpsafe._wire.foreign_texts import (
     says_that_it_ends,
 )
 from ddpsafe._wire.messages import MAIN_GROUP
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from ddpsafe._errors import FailureKind
 
 
 def fails(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
 
 import machine
 import pytest
@@ -14,10 +16,6 @@ import torch.distributed
 from ddpsafe._wire.messages import MAIN_GROUP, Position
 from ddpsafe._worker import torch_hooks
 from ddpsafe._worker.torch_hooks import forget_collectives, read_recorders
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 C10D: Final = "torch._C._distributed_c10d"
 MAIN: Final = ("0", "default_pg")

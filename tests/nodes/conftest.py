@@ -5,18 +5,15 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from cut_wire import listen
 from hosts import Network, find_obstacle, require
 from nodes_kit import Launcher
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from ddpsafe._job.channel import Channel
+from ddpsafe._job.channel import Channel
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from signal import SIGINT, SIGTERM, SIGUSR1, Signals
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 
@@ -42,9 +43,6 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._launcher.watch.signals import Interrupted
 from ddpsafe._wire.messages import RankOutcome, Unanswered
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 ROUND: Final = RoundPlan(
     round_id="round",

@@ -8,11 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import scripts
 from fault_kit import memory_group
+from hosts import Network
 from machine import require_in_time
 from nodes_kit import (
     Case,
@@ -27,13 +29,6 @@ from nodes_kit import (
 from scripts import wait_until
 
 from ddpsafe._launcher.watch.status_socket import ask
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
-    from nodes_kit import Launcher
-
 
 pytestmark = pytest.mark.root
 

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -39,18 +41,13 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._errors import ConfigError, PreflightError, RendezvousTimeoutError
 from ddpsafe._job import endpoint as endpoint_module
+from ddpsafe._job.channel import Channel
 from ddpsafe._job.endpoint import JobEndpoint
 from ddpsafe._launcher.nodes.lobby import require_same_settings
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.nodes.rendezvous import Label, NodeRendezvous
 from ddpsafe._launcher.watch.signals import Interrupted, open_inbox
 from ddpsafe._secrets import JOB_SECRET
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from ddpsafe._job.channel import Channel
 
 needs_hosts = pytest.mark.root
 

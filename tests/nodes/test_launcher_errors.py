@@ -6,10 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import scripts
+from hosts import Host, Network
 from machine import require_in_time
 from nodes_kit import (
     Case,
@@ -20,12 +23,6 @@ from nodes_kit import (
     run_job,
     start_job,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from hosts import Host, Network
 
 pytestmark = pytest.mark.root
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
+from hosts import Network
 from nodes_kit import Case, await_files, finish_job, require_the_same, start_job
 
 from ddpsafe._launcher.nodes.links import find_broken_link
@@ -14,11 +16,6 @@ from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.watch.deadlock_watch import describe_unanswered
 from ddpsafe._launcher.watch.idleness import find_unanswered
 from ddpsafe._wire.messages import Position, Raised, RankOutcome, Unanswered
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
 
 PLAN: Final = RoundPlan(
     round_id="",

@@ -8,9 +8,11 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -28,13 +30,6 @@ from nodes_kit import (
 )
 
 from ddpsafe._limits import LOSS_S
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    from hosts import Host
-
 
 pytestmark = pytest.mark.root
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import ModuleType
+from typing import Any, Final
 
 import pytest
 import scripts
 from cut_wire import Wire, dial, listen
+from hosts import Network
 from machine import require_in_time
 
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, RoundPlan
 from ddpsafe._launcher.nodes.node_zero import world_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from hosts import Network
 
 BENCHMARK: Final = Path(__file__).parents[2] / "benchmarks" / "nodes.py"
 

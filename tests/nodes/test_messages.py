@@ -10,9 +10,10 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from cut_wire import Wire, dial, listen
@@ -44,10 +45,6 @@ from ddpsafe._launcher.nodes.node_messages import (
 )
 from ddpsafe._wire.messages import Position, Whereabouts
 from ddpsafe.checkpoint.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 CLASSES = [
     value

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from hosts import Network
 from machine import require_in_time
 from nodes_kit import (
     Case,
@@ -15,11 +16,6 @@ from nodes_kit import (
     start_job,
     start_node,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
 
 pytestmark = pytest.mark.root
 

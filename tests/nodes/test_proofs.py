@@ -10,21 +10,19 @@ import itertools
 import random
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 from random_jobs import Job, random_job
 
 from ddpsafe._job.channel import ClockOffset
+from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
 from ddpsafe._launcher.nodes.node_messages import NodeFacts, NodeProgress, RankRequest, RoundPlan
 from ddpsafe._launcher.nodes.node_zero import RemoteRank, world_of
 from ddpsafe._launcher.processes.rank_process import Activity
 from ddpsafe._launcher.watch.deadlock_watch import DeadlockWatch, LiveSettings
 from ddpsafe._wire.messages import Entered, Returned
 from ddpsafe._wire.rank_pipe import Progress
-
-if TYPE_CHECKING:
-    from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
 
 JOBS: Final = 1_000
 AT_ONCE: Final = 125

@@ -6,17 +6,13 @@ import os
 import shlex
 import signal
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+from hosts import Network
 from nodes_kit import Case, await_files, require_nothing_left, start_job
 
 from ddpsafe._host import without_cpp_warnings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
 
 pytestmark = pytest.mark.root
 

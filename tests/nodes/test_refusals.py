@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from cut_wire import HERE, dial, listen
@@ -40,9 +41,6 @@ from ddpsafe._launcher.nodes.rounds import NodeLaunch, _NoRound
 from ddpsafe._launcher.plan import make_plan
 from ddpsafe._launcher.watch.signals import Interrupted, SignalInbox, open_inbox
 from ddpsafe.doctor._findings import Finding
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 NODES = tuple(
     NodeFacts(

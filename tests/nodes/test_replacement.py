@@ -10,11 +10,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
 from forked_ranks import free_port
+from hosts import Network
 from machine import require_in_time
 from nodes_kit import (
     Case,
@@ -28,12 +29,6 @@ from nodes_kit import (
     start_job,
     start_node,
 )
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hosts import Network
-
 
 pytestmark = pytest.mark.root
 

@@ -7,8 +7,9 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -16,12 +17,6 @@ from hosts import Network, find_obstacle, require
 from nodes_kit import Launcher, require_nothing_left
 
 from ddpsafe._commands.template import read_template
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from hosts import Network
-
 
 yaml = pytest.importorskip("yaml")
 

@@ -15,11 +15,12 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
 from cut_wire import HELLO, dial, listen
+from hosts import Network
 from nodes_kit import Case, await_files, finish_job, start_job
 
 from ddpsafe._clock import Deadline
@@ -51,9 +52,6 @@ from ddpsafe._launcher.nodes.torchs_rendezvous import SharedState
 from ddpsafe._launcher.processes.store_folder import reserved_port
 from ddpsafe._limits import LOSS_S
 from ddpsafe._wire.messages import Position, Raised, Returned
-
-if TYPE_CHECKING:
-    from hosts import Network
 
 
 class Evil:

@@ -16,21 +16,18 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psutil
 import scripts
 import torch
 import torch.distributed as dist
 from exception_programs import raise_own_error
+from torch.distributed import TCPStore
 from training_programs import average_gradients, mark, since
 
 import ddpsafe
 from ddpsafe import RankContext
-
-if TYPE_CHECKING:
-    from torch.distributed import TCPStore
-
 
 PATIENT: Final = {"start": 30, "collective": 30, "barrier": 30}
 """Timeouts of ranks that find each other, on a busy machine too."""
@@ -519,8 +516,6 @@ def join_twice_and_start_a_program() -> list[object]:
 
 def forge(port: int, world_size: int) -> list[str]:
     """Connect as another user, and write under every key that ranks act on."""
-    from torch.distributed import TCPStore
-
     store = TCPStore("127.0.0.1", port, is_master=False)
     keys = list(_keys_to_forge(store, world_size))
     for key, value in keys:

@@ -9,8 +9,10 @@ import signal
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
@@ -19,10 +21,6 @@ import ddpsafe
 from ddpsafe import data
 from ddpsafe.checkpoint import Checkpointer, PerRank, errors
 from ddpsafe.checkpoint._lock import DirectoryLock, Owner
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SHORT = timedelta(seconds=1)
 

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,6 @@ from torch.utils.data import DataLoader
 
 import ddpsafe
 from ddpsafe import RankContext
-
-if TYPE_CHECKING:
-    from torch import nn
-
 
 EPOCHS = 2
 BATCH = 4

@@ -9,8 +9,9 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import pytest
 import scripts
@@ -18,9 +19,6 @@ from machine import require_in_time
 from slurm_cluster import Cluster, require_slurm, started_cluster
 
 from ddpsafe._commands.template import read_template
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 pytestmark = pytest.mark.root
 

@@ -15,13 +15,11 @@ import sys
 import tempfile
 import time
 import traceback
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import ddpsafe
 from ddpsafe.checkpoint import Checkpointer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAUNCH: Final[dict[str, Any]] = {"nproc_per_node": 2, "backend": "gloo"}
 
