@@ -163,6 +163,11 @@ class Launcher:
         return {each["name"]: each for each in found}
 
 
+def retrying(attempts: int, *on: str, **more: Any) -> dict[str, Any]:
+    """Return the fields of a retry policy without pauses."""
+    return {"attempts": attempts, "on": [*on], "backoff_initial": 0, "jitter": 0, **more}
+
+
 _ports = itertools.count(29400, 50)
 
 

@@ -31,6 +31,7 @@ from nodes_kit import (
     await_files,
     finish_job,
     require_the_same,
+    retrying,
     run_job,
     start_job,
     start_node,
@@ -413,7 +414,7 @@ def test_clocks_may_be_an_hour_apart(network: Network, tmp_path: Path, ahead: in
     library = tmp_path / "clock.so"
     command = ["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "clock.c"), "-ldl"]
     subprocess.run(command, check=True)
-    retry = {"attempts": 3, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    retry = retrying(3, "killed")
     cases = [Case(name="kills", what="kill-until-2", rank=1, fields={"retry": retry})]
     preload = {"LD_PRELOAD": str(library)}
     launchers = [

@@ -20,18 +20,14 @@ from nodes_kit import (
     finish_job,
     require_nothing_left,
     require_the_same,
+    retrying,
     run_job,
     start_job,
 )
 
 pytestmark = pytest.mark.root
 
-RETRY: Final[dict[str, Any]] = {
-    "attempts": 3,
-    "on": ["killed"],
-    "backoff_initial": 0,
-    "jitter": 0,
-}
+RETRY: Final = retrying(3, "killed")
 
 TAKE_PORTS: Final = """
 import socket

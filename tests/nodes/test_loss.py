@@ -26,6 +26,7 @@ from nodes_kit import (
     finish_job,
     require_nothing_left,
     require_the_same,
+    retrying,
     start_job,
 )
 
@@ -221,7 +222,7 @@ def test_a_longer_network_outage_is_not_a_loss(
 @pytest.mark.full
 def test_an_attempt_after_an_outage_takes_place(network: Network, tmp_path: Path) -> None:
     """What else connects the launchers does not survive it, and is connected again."""
-    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    retry = retrying(2, "killed")
     fields = {"timeouts": {"collective": 60}, "retry": retry}
     case = Case(name="held", what="held", fields=fields)
     launchers = start_job(network, [case], tmp_path, nproc=[1, 1])
@@ -537,13 +538,7 @@ def test_a_sigterm_to_every_process_of_a_job_that_saves_preempts_it(
 LAUNCHERS: Final = "eth0"
 RANKS: Final = "eth1"
 FAULT_TENTH_S: Final = 0.1
-RETRY: Final[dict[str, Any]] = {
-    "attempts": 5,
-    "on": ["peer-lost", "killed", "network", "startup-network"],
-    "backoff_initial": 0,
-    "jitter": 0,
-    "no_progress": None,
-}
+RETRY: Final = retrying(5, "peer-lost", "killed", "network", "startup-network", no_progress=None)
 CASE: Final = Case(
     name="any",
     what="kill-until-2",

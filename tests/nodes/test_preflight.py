@@ -13,6 +13,7 @@ from nodes_kit import (
     await_files,
     finish_job,
     require_the_same,
+    retrying,
     start_job,
     start_node,
 )
@@ -82,7 +83,7 @@ def test_a_node_that_replaces_another_is_examined_before_its_ranks_start(
     own_network: Network, tmp_path: Path
 ) -> None:
     """Both nodes report its firewall; the node is refused, and the next one replaces it."""
-    retry = {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0}
+    retry = retrying(3, "peer-lost")
     case = Case(
         name="job", what="resume", fields={"nnodes": 2, "preflight": "full", "retry": retry}
     )

@@ -25,6 +25,7 @@ from nodes_kit import (
     finish_job,
     require_nothing_left,
     require_the_same,
+    retrying,
     run_job,
     start_job,
     start_node,
@@ -33,12 +34,7 @@ from nodes_kit import (
 pytestmark = pytest.mark.root
 
 AGAIN: Final = 75
-RETRY: Final[dict[str, Any]] = {
-    "attempts": 3,
-    "on": ["peer-lost", "killed"],
-    "backoff_initial": 0,
-    "jitter": 0,
-}
+RETRY: Final = retrying(3, "peer-lost", "killed")
 ENDPOINT: Final = "h0:28700"
 
 
@@ -393,13 +389,7 @@ def test_a_warning_to_one_launcher_of_run_stops_the_ranks_of_all_nodes(
 # Many attempts.
 
 
-TWELVE: Final[dict[str, Any]] = {
-    "attempts": 12,
-    "on": ["killed", "ValueError"],
-    "backoff_initial": 0,
-    "jitter": 0,
-    "no_progress": None,
-}
+TWELVE: Final = retrying(12, "killed", "ValueError", no_progress=None)
 
 
 @pytest.mark.full
@@ -485,7 +475,7 @@ FAULT_FOLLOWS_S: Final = 1.2
 ELASTIC: Final[dict[str, Any]] = {
     "nnodes": 3,
     "rendezvous": {"min_nodes": 2, "last_call": 5},
-    "retry": {"attempts": 3, "on": ["peer-lost"], "backoff_initial": 0, "jitter": 0},
+    "retry": retrying(3, "peer-lost"),
     "timeouts": {"collective": 60, "grace": 3},
 }
 

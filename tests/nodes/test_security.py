@@ -21,7 +21,7 @@ import pytest
 import scripts
 from cut_wire import HELLO, dial, listen
 from hosts import Network
-from nodes_kit import Case, await_files, finish_job, start_job
+from nodes_kit import Case, await_files, finish_job, retrying, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._job import channel as channel_module
@@ -645,7 +645,7 @@ def listening_of(pid: int) -> list[tuple[str, int]]:
 @pytest.mark.root
 def test_node_0_listens_only_in_a_range_of_ports(network: Network, tmp_path: Path) -> None:
     """For a firewall: besides the endpoint, in each attempt; the ranks' own ports are gloo's."""
-    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    retry = retrying(2, "killed")
     fields = {"rendezvous": {"ports": "29981-29982"}, "retry": retry}
     cases = [
         Case(name="kills", what="kill-until-2", rank=1, fields=fields),
@@ -687,7 +687,7 @@ def test_a_job_ignores_whatever_an_unknown_host_sends_to_its_launchers(
     network: Network, tmp_path: Path
 ) -> None:
     """Garbage, pickles, a line of 1 GB and 2,000 connections, to every port of every launcher."""
-    retry = {"attempts": 2, "on": ["killed"], "backoff_initial": 0, "jitter": 0}
+    retry = retrying(2, "killed")
     cases = [
         Case(name="held", what="held", fields={"timeouts": {"collective": 60}}),
         Case(name="kills", what="kill-until-2", rank=1, fields={"retry": retry}),
