@@ -51,14 +51,20 @@ def start(folder: Path, launcher_pid: int, path: list[str] = sys.path) -> subpro
     return process
 
 
+def require_cleaned(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Let the launcher end; fail unless the reaper removes the folder and ends well."""
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(scripts.LIMIT_S) == 0
+    assert not folder.exists()
+
+
 def test_it_cleans_up_after_a_launcher_killed_in_the_middle_of_a_message(folder: Path) -> None:
     """The complete messages before it count."""
     process = start(folder, os.getpid())
     assert process.stdin is not None
     process.stdin.write(b'{"rank": {"pi')
-    process.stdin.close()
-    assert process.wait(scripts.LIMIT_S) == 0
-    assert not folder.exists()
+    require_cleaned(process, folder)
 
 
 def test_it_cleans_up_after_a_launcher_killed_before_the_first_look(folder: Path) -> None:
@@ -75,10 +81,7 @@ def test_no_signal_except_sigkill_ends_it(folder: Path) -> None:
     process = start(folder, os.getpid())
     for signum in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         process.send_signal(signum)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(scripts.LIMIT_S) == 0
-    assert not folder.exists()
+    require_cleaned(process, folder)
 
 
 def test_it_waits_for_a_file_system_that_is_briefly_unavailable(
@@ -109,10 +112,7 @@ def test_it_finds_a_package_that_is_not_on_sys_path(
     launcher = reaper.Reaper(process)
     launcher.send_setup("5" * 32)
     launcher.remove_later(folder)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(scripts.LIMIT_S) == 0
-    assert not folder.exists()
+    require_cleaned(process, folder)
 
 
 def test_the_end_of_an_outer_launch_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
