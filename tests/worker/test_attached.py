@@ -42,17 +42,9 @@ SLACK_S: Final = machine.hang_limit(20)
 
 def slurm(rank: int, *, job: str = "4711", step: str = "0") -> dict[str, str]:
     """Return the variables that ``srun -N1 -n2`` sets."""
-    return {
-        "SLURM_JOB_ID": job,
-        "SLURM_STEP_ID": step,
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_PROCID": str(rank),
-        "SLURM_LOCALID": str(rank),
-        "SLURM_NODEID": "0",
-    }
+    step_of_two = "STEP_NUM_TASKS=2 STEP_NUM_NODES=1 STEP_TASKS_PER_NODE=2 STEP_NODELIST=localhost"
+    place = f"JOB_ID={job} STEP_ID={step} PROCID={rank} LOCALID={rank} NODEID=0"
+    return dict(f"SLURM_{pair}".split("=") for pair in f"{place} {step_of_two}".split())
 
 
 def openmpi(rank: int) -> dict[str, str]:
@@ -552,12 +544,6 @@ def test_tasks_of_another_step_on_the_same_port_are_refused(tmp_path: Path) -> N
     assert "SLURM_STEP_ID" in str(refused.error)
 
 
-def test_rank_without_world_size_is_refused() -> None:
-    """setup(rank=1) names the missing argument."""
-    with pytest.raises(ddpsafe.ConfigError, match="has only one of the two"):
-        ddpsafe.setup(rank=1)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("nproc_per_node", 4), ("nnodes", 2), ("node_rank", 0), ("retry", {"attempts": 2}),
@@ -573,16 +559,22 @@ def test_options_for_starting_ranks_are_refused_inside_a_rank(name: str, value: 
         ddpsafe.setup(timeuots={})  # type: ignore[call-arg]  # type: ignore[call-arg]  # a user's mistake
 
 
-def test_setup_waits_for_its_data_paths() -> None:
-    """A rank that joins checks them as a launch does before it starts."""
-    with pytest.raises(ddpsafe.PreflightError, match="/no/such/place"):
-        ddpsafe.setup(data_paths={"train": "/no/such/place"})
+WRONG: Final[list[tuple[Callable[..., object], dict[str, Any], type[Exception], str]]] = [
+    (ddpsafe.setup, {"rank": 1}, ddpsafe.ConfigError, "has only one of the two"),
+    # as a launch does before it starts
+    (ddpsafe.setup, {"data_paths": {"train": "/no/such/place"}}, ddpsafe.PreflightError, "/no/such/place"),
+    # `nprocs` has torch's default and wins, so a second number would be ignored
+    (ddpsafe.spawn, {"fn": print, "nproc_per_node": 4}, ddpsafe.ConfigError, r"(?s)nproc_per_node: got 4.*nprocs"),
+]  # fmt: skip
 
 
-def test_spawn_refuses_nproc_per_node() -> None:
-    """`nprocs` has torch's default and wins, so a second number would be ignored."""
-    with pytest.raises(ddpsafe.ConfigError, match=r"(?s)nproc_per_node: got 4.*nprocs"):
-        ddpsafe.spawn(print, nproc_per_node=4)  # type: ignore[call-arg]  # type: ignore[call-arg]  # a user's mistake
+@pytest.mark.parametrize(("call", "fields", "error", "text"), WRONG)
+def test_a_wrong_call_is_refused_before_a_rank_joins(
+    call: Callable[..., object], fields: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """The error names what is missing, or has no effect."""
+    with pytest.raises(error, match=text):
+        call(**fields)
 
 
 def test_missing_master_port_is_reported(tmp_path: Path) -> None:
