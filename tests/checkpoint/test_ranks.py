@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import time
 from collections import Counter
 from pathlib import Path
@@ -326,11 +325,8 @@ def test_dead_rank_ends_the_save_at_once_without_a_launcher(
 ) -> None:
     """The others do not wait for the timeout of 30 minutes; the message names the dead rank."""
     context = forked_ranks.server()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ready = context.Barrier(2)
-    arguments = (tmp_path / "c", port, tmp_path / "told", victim, how, ready)
+    arguments = (tmp_path / "c", forked_ranks.free_port(), tmp_path / "told", victim, how, ready)
     ranks = [
         context.Process(target=programs.die_before_the_save, args=(rank, *arguments))
         for rank in range(2)

@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import pytest
 import scripts
+from forked_ranks import free_port
 from mesh_kit import healthy_node as node
 
 from ddpsafe._clock import Deadline
@@ -262,14 +263,6 @@ def test_html_page_runs_no_script_and_loads_no_other_file() -> None:
     assert "Content-Security-Policy\" content=\"default-src 'none'" in page
 
 
-def free_endpoint() -> str:
-    """Return an endpoint on this machine that was free a moment ago."""
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def greeting_of(node_rank: int) -> Greeting:
     """Return the greeting of a hostile node."""
     return Greeting(version=VERSION, nnodes=2, node_rank=node_rank, hostname="evil", pid=1, job="")
@@ -323,7 +316,7 @@ INVALID_HELLOS: Final = [
 @pytest.mark.parametrize("hello", INVALID_HELLOS, ids=lambda each: str(each)[:30])
 def test_garbage_from_a_node_is_a_finding(hello: object) -> None:
     """The honest node ends with a finding about the other one, not with a traceback."""
-    endpoint = free_endpoint()
+    endpoint = f"127.0.0.1:{free_port()}"
 
     async def join_job() -> None:
         greeting = greeting_of(1)
@@ -358,7 +351,7 @@ def test_garbage_from_a_node_is_a_finding(hello: object) -> None:
 )
 def test_garbage_from_node_rank_0_is_a_finding(topic: str, value: object) -> None:
     """The other nodes check everything that node rank 0 sends."""
-    endpoint = free_endpoint()
+    endpoint = f"127.0.0.1:{free_port()}"
 
     async def serve() -> None:
         own = greeting_of(0)
@@ -410,7 +403,7 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
 
 def test_nodes_with_different_secrets_are_reported() -> None:
     """A node without the secret does not join, and both sides report the reason."""
-    endpoint = free_endpoint()
+    endpoint = f"127.0.0.1:{free_port()}"
     others: list[Finding] = []
     findings, _ = beside(
         lambda: examined(endpoint, 0, secret="ours"),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from forked_ranks import free_port
 
 from ddpsafe._clock import Deadline
 from ddpsafe._job.channel import from_json
@@ -26,12 +26,6 @@ def greeting(node_rank: int, **changed: object) -> Greeting:
     """Return the greeting of one node of three."""
     known = {"nnodes": 3, "hostname": f"h{node_rank}", "pid": 1, "job": ""}
     return from_json(Greeting, {"version": VERSION, "node_rank": node_rank, **known, **changed})
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 async def join_job(

@@ -16,6 +16,7 @@ import leftovers
 import psutil
 import pytest
 import scripts
+from fault_kit import is_running
 from hosts import find_obstacle, require
 from scripts import wait_until
 
@@ -128,11 +129,4 @@ def test_hosts_end_with_the_process_that_made_them() -> None:
     assert all(map(psutil.pid_exists, pids))
     maker.kill()
     maker.communicate(timeout=10)
-    wait_until(lambda: not any(map(_lives, pids)), within_s=10)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    wait_until(lambda: not any(map(is_running, pids)), within_s=10)
