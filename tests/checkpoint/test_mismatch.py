@@ -41,7 +41,7 @@ def refused(directory: Path, saved: dict[str, Any], now: dict[str, Any]) -> dict
 META: Final = ("values", "on the meta device, which has none")
 SHAPES: Final = ("2 of shapes (2, 2), (2,)", "2 of shapes (3, 3), (3,)")
 REFUSED: Final[dict[str, tuple[Callable[[], Any], Callable[[], Any], dict[str, tuple[str, str]]]]] = {
-    # torch would load the first two: it fails in the next step, or goes on with the other's hyperparameters
+    # torch would load the first two: it fails in the next step, or continues with the other's hyperparameters
     "an optimizer of other parameters": (
         lambda: {"optimizer": make(2)["optimizer"]}, lambda: {"optimizer": make(3)["optimizer"]},
         {"optimizer['param_groups'][0]['params']": SHAPES}),
