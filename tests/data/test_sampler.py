@@ -34,11 +34,11 @@ from ddpsafe.data._samplers.permutation import (
 )
 from ddpsafe.data.errors import DatasetChangedError, DataWarning, StateMismatchError
 
-pytestmark = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
-
+may_warn = pytest.mark.filterwarnings("ignore::ddpsafe.data.errors.DataWarning")
 worlds = st.integers(1, 20).flatmap(lambda r: st.tuples(st.just(r), st.integers(0, r - 1)))
 
 
+@may_warn
 @given(
     n=st.integers(1, 300),
     world=worlds,
@@ -66,6 +66,7 @@ def test_order_equals_torchs_bit_for_bit(
     assert all(type(index) is int for index in ours)
 
 
+@may_warn
 @given(
     n=st.integers(1, 300),
     replicas=st.integers(1, 20),
@@ -334,6 +335,7 @@ def test_more_weights_than_torch_supports() -> None:
 # Steps of equal size.
 
 
+@may_warn
 @given(n=st.integers(1, 60), replicas=st.integers(1, 8), batch_size=st.integers(1, 9))
 def test_steps_are_equal_and_each_sample_counts_once(
     n: int, replicas: int, batch_size: int
@@ -367,6 +369,7 @@ def plan(lengths: Any, replicas: int, batch_size: int, **options: Any) -> list[l
     ]
 
 
+@may_warn
 @given(
     lengths=lengths_lists,
     replicas=st.integers(1, 6),
@@ -396,6 +399,7 @@ def test_ranks_get_equal_numbers_of_batches(
         assert set(read) == set(range(len(lengths)))
 
 
+@may_warn
 @given(lengths=lengths_lists, replicas=st.integers(1, 6), batch_size=st.integers(1, 8))
 @settings(max_examples=60)
 def test_window_0_keeps_the_global_batches(
@@ -433,6 +437,7 @@ def test_slowest_rank_costs_less(window: int, cost: str, at_most: float) -> None
     assert time(balanced) / time(strided) < at_most
 
 
+@may_warn
 @given(lengths=lengths_lists, replicas=st.integers(1, 4), window=st.integers(0, 3))
 @settings(max_examples=60)
 def test_token_batches_stay_under_the_limit(lengths: list[int], replicas: int, window: int) -> None:
@@ -513,6 +518,7 @@ def test_largest_batch_comes_first_on_request(options: Any) -> None:
         assert costs[0] == max(costs)
 
 
+@may_warn
 @pytest.mark.parametrize(
     ("saved", "window", "loads"),
     [

@@ -157,10 +157,9 @@ for hazard in check_worker_safety(Session()):
 METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.soak)]
 """How workers start: as a copy of the process, or from pickled objects, in two ways."""
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
-    pytest.mark.filterwarnings("ignore:open_raw was opened before"),
-]
+may_warn = pytest.mark.filterwarnings(
+    "ignore:This DataLoader will create", "ignore:open_raw was opened before"
+)
 
 
 @pytest.fixture
@@ -171,6 +170,7 @@ def records(tmp_path: Path) -> str:
     return str(path)
 
 
+@may_warn
 @pytest.mark.full(but=["fork"])
 @pytest.mark.parametrize("method", METHODS)
 def test_no_record_is_wrong_if_the_parent_has_read_first(records: str, method: str) -> None:
@@ -206,6 +206,7 @@ def open_counted(log: list[int]) -> object:
     return object()
 
 
+@may_warn
 def test_threads_share_one_value_or_have_one_each() -> None:
     """scope='process' opens once for all threads, scope='thread' once for each."""
     for scope, expected in (("process", 1), ("thread", 8)):
@@ -238,6 +239,7 @@ class Session:
         os.write(self.pipe, b"x")
 
 
+@may_warn
 def test_inherited_value_is_kept_so_that_its_destructor_does_not_run(
     forked_pipe: tuple[int, int],
 ) -> None:
@@ -265,6 +267,7 @@ def forked_pipe() -> Iterator[tuple[int, int]]:
     os.close(write)
 
 
+@may_warn
 def test_only_the_factory_is_pickled(records: str) -> None:
     """A handle cannot be sent; the function that opens it can."""
     resource = PerProcess(open_raw, records)
@@ -275,6 +278,7 @@ def test_only_the_factory_is_pickled(records: str) -> None:
     assert "open_raw" in repr(copy)
 
 
+@may_warn
 def test_failing_factory_is_reported_with_its_process(tmp_path: Path) -> None:
     """The original exception gains the rank and the worker."""
     resource = PerProcess(open_raw, str(tmp_path / "missing"))
@@ -283,6 +287,7 @@ def test_failing_factory_is_reported_with_its_process(tmp_path: Path) -> None:
     assert "rank 0" in "".join(getattr(caught.value, "__notes__", ["rank 0"]))
 
 
+@may_warn
 def test_close_releases_the_value_and_get_opens_again(records: str) -> None:
     """The close function runs once for each value."""
     closed: list[object] = []

@@ -1,4 +1,4 @@
-"""The check for leftovers, which runs after every test, finds them; hosts leave none."""
+"""The check for leftovers, which runs after every test, finds them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,10 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Final
 
 import leftovers
-import psutil
 import pytest
 import scripts
-from fault_kit import is_running
-from hosts import find_obstacle, require
-from scripts import wait_until
 
 from ddpsafe._wire.spec import make_launch_id, semaphore_prefix
 
@@ -98,35 +93,3 @@ def test_semaphores_of_another_run_are_ignored() -> None:
     finally:
         stranger.unlink()
         own.unlink(missing_ok=True)
-
-
-pytestmark = pytest.mark.root
-
-KITS: Final = str(Path(__file__).parent)
-PROGRAM: Final = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from hosts import Network
-with Network(2) as network:
-    started = [host.start(["sleep", "1000"]) for host in network]
-    print(*(each.pid for each in started), *(host.pid for host in network), flush=True)
-    sys.stdin.read()
-"""
-
-
-def test_hosts_end_with_the_process_that_made_them() -> None:
-    """SIGKILL of the tests ends every process of every host, and removes namespaces and cables."""
-    require(find_obstacle())
-    maker = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, KITS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert maker.stdout is not None
-    pids = [int(pid) for pid in maker.stdout.readline().split()]
-    assert len(pids) == 4
-    assert all(map(psutil.pid_exists, pids))
-    maker.kill()
-    maker.communicate(timeout=10)
-    wait_until(lambda: not any(map(is_running, pids)), within_s=10)

@@ -1,4 +1,4 @@
-"""A rank of a job on several nodes fails: every node names it with the same message, and nothing is left. What is seen of it."""
+"""A rank of a job on several nodes fails: every node names it with the same message, and shows where the ranks are."""
 
 from __future__ import annotations
 
