@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.processes.rank_process import RankProcess
 
 _ANSWER_TIMEOUT: Final = timedelta(seconds=0.8)
-_ALL_STACKS_TIMEOUT: Final = timedelta(seconds=0.4)
 _SUSPEND_TIMEOUT: Final = timedelta(seconds=0.5)
 _NOT_RUNNING: Final = {
     "",  # there is no such process
@@ -239,7 +238,7 @@ def _question(
     _await_answers(processes, known, Deadline.after(_ANSWER_TIMEOUT))
     for process in processes:
         if process.was_stopped:
-            # At once: in the 1.2 s of all answers, such a rank returned, and its place was no
+            # At once: in the time of all answers, such a rank returned, and its place was no
             # longer that of the hang.
             process.signal(signal.SIGSTOP)
     places = {process.rank: read_stack(_dump_of(process)) for process in processes}
@@ -252,7 +251,7 @@ def _question(
     before = {process.rank: process.position for process in answering}
     for process in answering:
         process.ask_stacks()
-    _await_answers(answering, before, Deadline.after(_ALL_STACKS_TIMEOUT))
+    _await_answers(answering, before, Deadline.after(_ANSWER_TIMEOUT))
     return {
         process.rank: RankReading(
             state=states[process.rank],
