@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _LINGER: Final = timedelta(seconds=10)
 _DEPARTED: Final = "control/departed"
 
+_ALONE: Final = timedelta(seconds=3)
+"""How long a rank that has done its part keeps its connections for others that may still read from them."""
+
 
 class Departure(NamedTuple):
     """A rank's message to the others that it ends and will reach no more barriers.
@@ -145,7 +148,13 @@ class Control:
         self.waits = Waits()
 
     def barrier(
-        self, name: str, *, deadline: Deadline, is_last: bool = False, text: str = ""
+        self,
+        name: str,
+        *,
+        deadline: Deadline,
+        is_last: bool = False,
+        text: str = "",
+        may_go: Callable[[], bool] | None = None,
     ) -> list[int]:
         """Wait until every rank has reached the barrier of that name.
 
@@ -155,9 +164,10 @@ class Control:
             is_last: Whether ranks may exit right after it.
             text: The call, if a wait in it is one for all ranks, without a limit that the caller has set
                 for it alone.
+            may_go: Asked after `_ALONE` whether this rank stops waiting; the others go on then.
 
         Returns:
-            The ranks that did not arrive in time, the same list on every rank.
+            The ranks that did not arrive in time, the same list on every rank that has not gone.
         """
         ranks = range(self._world_size)
         try:
@@ -171,6 +181,9 @@ class Control:
             enclosing: AbstractContextManager[None] = contextlib.nullcontext()
             if text:
                 enclosing = self.waits.inside(name, self._uses[name], text, ranks)
+            alone = deadline.earlier(Deadline.after(_ALONE))
+            if may_go is not None and not self.wait_for(*ends, deadline=alone) and may_go():
+                return [rank for rank in ranks if not self.is_set(f"control/{use}/{rank}")]
             with enclosing:
                 # Again if what was found is gone: the store was removed, and its ranks put back their keys.
                 while (

@@ -225,20 +225,13 @@ class Reporter:
                     file.truncate()
                 is_shared = True
         position = read_position(asks_events=False)
-        callers = {call.thread_id for call in position.collectives}
-        if this_rank.waits is not None:
-            callers |= this_rank.waits.callers
         self._sender.send(
             Returned(
                 payload=None if is_shared else bytes(pickled),
                 position=position,
                 stop_calls=stop_calls,
                 exited_at=exited_at,
-                has_callers=any(
-                    thread.ident in callers
-                    for thread in threading.enumerate()
-                    if thread is not threading.main_thread()
-                ),
+                has_callers=_has_callers(position),
             )
         )
         self._log_if_unsent("the rank has ended in order, but the pipe to the launcher is closed")
@@ -354,6 +347,27 @@ class Reporter:
         self._sender.send(Recovered())
 
 
+def _has_callers(position: Position) -> bool:
+    """Return whether other threads than the main one have called collectives, and still run."""
+    callers = {call.thread_id for call in position.collectives}
+    if this_rank.waits is not None:
+        callers |= this_rank.waits.callers
+    return any(
+        thread.ident in callers
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    )
+
+
+def _is_idle() -> bool:
+    """Return whether no call of this process is under way for other ranks; a GPU may always work for them."""
+    import torch
+
+    position = read_position(asks_events=False)
+    is_done = all(call.done for call in position.collectives)
+    return is_done and not _has_callers(position) and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+
+
 def read_position(*, asks_events: bool) -> Position:
     """Return where the rank is in each process group; empty if torch is not loaded yet."""
     from ddpsafe._worker.torch_hooks import read_recorders
@@ -464,7 +478,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
         os._exit(0)
     from ddpsafe._worker import session
 
-    session.leave(Deadline.after(spec.timeouts.barrier))
+    session.leave(Deadline.after(spec.timeouts.barrier), _is_idle)
     # What still runs is the script's own: its threads, and then its exit functions.
     sender.send(Finishing(has_threads=True))
     end_as_interpreter(after_threads=lambda: sender.send(Finishing(has_threads=False)))

@@ -20,6 +20,7 @@ from ddpsafe._worker.torch_hooks import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from datetime import timedelta
 
     import torch
@@ -102,14 +103,19 @@ def absence_error(world: World, absence: Absence) -> RendezvousTimeoutError:
 
 
 def close_group(
-    control: Control | None, *, deadline: Deadline, is_supervised: bool = True
+    control: Control | None,
+    *,
+    deadline: Deadline,
+    is_supervised: bool = True,
+    may_go: Callable[[], bool] | None = None,
 ) -> list[int]:
     """Wait for all ranks at the end of a successful job, then close the group; without a collective.
 
-    `is_supervised` says whether ddpsafe's launcher ends this process if it hangs.
+    `is_supervised` says whether ddpsafe's launcher ends this process if it hangs. `may_go` is that of
+    `Control.barrier`.
 
     Returns:
-        The ranks that had not finished by the deadline; if there are any, the group stays open.
+        The ranks that had not finished in time; if there are any, the group stays open.
 
     Raises:
         LaunchTimeoutError: torch did not close the group by the deadline, and there is no
@@ -118,7 +124,9 @@ def close_group(
     import torch
     import torch.distributed as dist
 
-    missing = [] if control is None else control.barrier("leave", deadline=deadline, is_last=True)
+    missing: list[int] = []
+    if control is not None:
+        missing = control.barrier("leave", deadline=deadline, is_last=True, may_go=may_go)
     if missing or not dist.is_initialized():
         return missing
     # Before the group's destructor runs, DDP's reducer must be freed and gloo's thread idle, or the two

@@ -183,8 +183,12 @@ def open_group(
     )
 
 
-def leave(deadline: Deadline) -> None:
-    """Leave the launch after success: wait for the other ranks and close the group."""
+def leave(deadline: Deadline, is_idle: Callable[[], bool]) -> None:
+    """Leave the launch after success: wait for the other ranks and close the group.
+
+    A rank without a collective under way does not wait long for the others: one that waits for it in what
+    torch does not record, such as ``irecv``, learns only from the end of its process that it waits for ever.
+    """
     member, this_rank.context, spec = this_rank.context, None, this_rank.spec
     if member is None and spec is not None:  # the script has not imported torch
         control = _open_control(spec) if spec.store_place is None else None
@@ -195,7 +199,7 @@ def leave(deadline: Deadline) -> None:
 
     control = None if member is None else member.control
     if dist.is_initialized():
-        process_group.close_group(control, deadline=deadline)
+        process_group.close_group(control, deadline=deadline, may_go=is_idle)
     elif control is not None:  # the script closed its group: do not wait, but let the others pass
         control.arrive("leave")
 

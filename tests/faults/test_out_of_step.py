@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import collective_programs as programs
@@ -18,7 +19,7 @@ from fault_kit import (
     require_places,
     require_rank,
 )
-from training_programs import do_nothing_about_it
+from training_programs import average_gradients, do_nothing_about_it
 
 import ddpsafe
 from ddpsafe._wire.foreign_texts import find_handled_errors
@@ -28,6 +29,9 @@ KEPT_COLLECTIVES = 16
 
 EARLY_RETURN_S = 3.0
 """Two looks, half a second apart, find a rank that returned early; no timeout is involved."""
+
+UNRECORDED_S = 6.0
+"""A rank that has returned keeps its connections for 3 s."""
 
 
 @pytest.mark.full(but=["2-1"])
@@ -76,6 +80,23 @@ def test_a_rank_that_returns_early_is_blamed(tmp_path: Path, ranks: int, start_m
         ddpsafe.RankLeftEarlyError, programs.return_early, within_s=EARLY_RETURN_S
     )
     require_rank(error, 1)
+
+
+@pytest.mark.full(but=["wait_for_irecv"])
+@pytest.mark.parametrize(
+    "wait", [programs.wait_for_irecv, programs.wait_in_monitored_barrier, average_gradients]
+)
+def test_a_rank_that_returns_early_is_blamed_for_waits_that_torch_does_not_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[[], object]
+) -> None:
+    """It does not stay for others that need nothing of it, so those that do see its connections close."""
+    if wait is average_gradients:
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")  # a check of torch's comes first
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.RankLeftEarlyError, programs.return_early, wait, within_s=UNRECORDED_S
+    )
+    require_rank(error, 1)
+    assert not re.search("(timed out|lost a peer) in all_reduce number 1 ", str(error)), error
 
 
 @pytest.mark.full

@@ -92,14 +92,28 @@ def run_out_of_batches(ctx: RankContext, folder: Path, batches: list[int]) -> in
     return ctx.rank
 
 
-def return_early(ctx: RankContext, folder: Path) -> str:
+def return_early(
+    ctx: RankContext, folder: Path, wait: Callable[[], object] = average_gradients
+) -> str:
     """Return through a condition that is true only on this rank."""
     average_gradients()
     if ctx.rank == 1:
         mark(folder)
         return "early stopping"
-    average_gradients()
+    wait()
     return "trained"
+
+
+def wait_for_irecv() -> None:
+    """Wait for what rank 1 should send, in a wait that shows no peer."""
+    work = dist.irecv(torch.empty(1), 1)
+    assert work is not None
+    work.wait()
+
+
+def wait_in_monitored_barrier() -> None:
+    """Wait in a barrier that torch makes of sends and receives."""
+    dist.monitored_barrier()
 
 
 def come_apart_in_the_second_group(
