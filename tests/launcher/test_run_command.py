@@ -51,11 +51,36 @@ if __name__ == "__main__":
 """
 
 
+UNUSED = """
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+layers = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers))
+first = model.module[0]
+model.module.forward = lambda x: first(x) if dist.get_rank() == 1 else layers[1](first(x))
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+"""
+
+
 def run(folder: Path, *arguments: str, fresh: bool = False) -> scripts.Run:
     """Run the command in `folder`; a fresh one starts ranks by the default method."""
     command = ["-m", "ddpsafe", "run", *arguments]
     env = scripts.SPAWNING if fresh else {}
     return scripts.Script(command, folder=folder, env=env, fresh=fresh).end()
+
+
+def test_the_traceback_of_a_script_is_not_taken_for_an_error_that_it_handled(
+    tmp_path: Path,
+) -> None:
+    """Torch writes the rank before each line of it; the commonest error of DDP then had untrue advice."""
+    scripts.write(tmp_path, "train.py", UNUSED)
+    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", "run", "train.py")
+    assert done.code == 1, done.err
+    assert "rank 1 (world_size 2) raised RuntimeError" in done.err
+    assert "see find_unused_parameters=True" in done.err
+    assert "and continued" not in done.err
 
 
 @pytest.mark.full

@@ -167,6 +167,8 @@ _ARGUMENT_OF_OLD_LAUNCHERS: Final[Advice] = (
     "read the local rank from the environment: default=int(os.environ['LOCAL_RANK']), required=False.",
 )
 
+_OF_A_RANK: Final = re.compile(r"^\[rank\d+\]: ")
+"""What torch's `sys.excepthook` puts before each line of a traceback."""
 _NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
     "the rank probably handled the error below and skipped calls that the other ranks made.",
@@ -1032,6 +1034,14 @@ def first_line(outcome: RankOutcome) -> str:
 
 def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None) -> list[str]:
     """Return a line for each rank: where it was in the code and in the sequence of collectives."""
+    # What ranks have passed that saw nothing of a failure was not what failed on the others.
+    passed = {
+        (last.group, last.number)
+        for outcome in ended.outcomes.values()
+        if not is_peer_origin(outcome.origin)
+        and (last := ended.current(outcome)) is not None
+        and (last.done or outcome.status == "returned")
+    }
     lines = []
     for outcome in list(ended.outcomes.values() if outcomes is None else outcomes)[:_SHOWN_RANKS]:
         parts = [f"rank {outcome.rank}"]
@@ -1058,7 +1068,8 @@ def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None
             parts.append(f"{_relation(outcome, done=False)} {outcome.sends_or_receives}")
             parts += [f"after {last}"] if last is not None else []
         elif last is not None:
-            parts.append(f"{_relation(outcome, done=last.done)} {last}")
+            is_complete = last.done and (last.group, last.number) in passed
+            parts.append(f"{_relation(outcome, done=last.done, is_complete=is_complete)} {last}")
         if outcome.before is not None:
             parts.append(f"where it had been seen for {outcome.before.waited_s:.0f} s")
             parts.append(f"and {outcome.before.then}")
@@ -1066,8 +1077,10 @@ def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None
     return lines
 
 
-def _relation(outcome: RankOutcome, *, done: bool) -> str:
+def _relation(outcome: RankOutcome, *, done: bool, is_complete: bool = False) -> str:
     """Return whether a rank was in its last collective, after it, or failed in it."""
+    if is_complete:
+        return "after"
     if outcome.status == "returned" or outcome.before is not None:
         return "after"
     if outcome.raised is not None and outcome.raised.hidden_by:
@@ -1120,7 +1133,8 @@ def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = 
         lines = [
             line
             for line in lines_of[outcome.rank]
-            if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
+            if _NUMBER.sub("", line) not in by_all
+            and not (own and _OF_A_RANK.sub("", line).startswith(own))
         ]
         if lines:
             ends = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
