@@ -41,8 +41,6 @@ class Message:
     """What one rank sends the leader in an exchange.
 
     Attributes:
-        facts: Plain values.
-        data: Bytes that go with them.
         failure: The sender's error as `RankGroup.failure_of` returns it; ``None`` if it has not failed.
         call: The call that it belongs to; set by `Exchange.send`.
     """
@@ -69,8 +67,6 @@ class Absence:
     """Ranks that did not send the message that another rank waited for.
 
     Attributes:
-        ranks: Those ranks.
-        waited_s: How long the other rank waited, in seconds.
         lost: Why the first of them will never send it; empty if it still may.
     """
 
@@ -98,8 +94,6 @@ class RankGroup:
         waiting: Encloses a wait for the leader's answer.
 
     Attributes:
-        rank: This rank.
-        ranks: All of the group.
         about: What follows its calls in the text of a wait, to tell them from those of another group.
         may_give_up: Whether the script may go on after a wait that fails. No such wait is part of a proof
             that ranks wait for each other forever.
@@ -119,7 +113,6 @@ class RankGroup:
         error_type: type[DDPSafeError] = DDPSafeError,
         waiting: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
-        """Tell the others which process this rank is."""
         self.control = control if len(ranks) > 1 else None
         self.rank = world.rank
         self.ranks = ranks
@@ -143,7 +136,6 @@ class RankGroup:
         self._received: tuple[weakref.ref[DDPSafeError], dict[str, Any]] | None = None
 
     def __str__(self) -> str:
-        """Return this rank, for the text of an error."""
         return str(self._world)
 
     @property
@@ -262,11 +254,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[dict[str, Any]]:
-        """Do on the leader what the others wait for, and announce the answer, or the error.
-
-        Yields:
-            The answer, empty, to be filled.
-        """
+        """Yield an answer for the leader to fill, then announce it to the others, or the error."""
         answer: dict[str, Any] = {}
         try:
             yield answer
@@ -276,10 +264,7 @@ class Exchange:
         self.announce(answer)
 
     def gather(self, deadline: Deadline, absence_error: MakeError) -> dict[int, Message]:
-        """Collect the ranks' messages on the leader.
-
-        Returns:
-            The messages by rank, including its own.
+        """Collect the ranks' messages on the leader, by rank and including its own.
 
         Raises:
             DDPSafeError: A rank failed, is lost, or did not send in time.

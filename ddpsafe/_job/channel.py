@@ -133,12 +133,7 @@ class GarbledError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """The first message of a participant: its clocks, to compare times of different hosts.
-
-    Attributes:
-        mono_ns: Its monotonic clock.
-        wall_ns: Its wall clock.
-    """
+    """The first message of a participant: its clocks, to compare times of different hosts."""
 
     mono_ns: int
     wall_ns: int
@@ -239,12 +234,7 @@ class Codec(Generic[MessageT]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClockOffset:
-    """What to add to the times of another host to convert them to this host's clocks.
-
-    Attributes:
-        mono_ns: For its monotonic clock.
-        wall_ns: For its wall clock.
-    """
+    """What to add to the times of another host to convert them to this host's clocks."""
 
     mono_ns: int = 0
     wall_ns: int = 0
@@ -258,7 +248,6 @@ class ClockComparison:
     """Compares this host's clocks with those of another one, as NTP does (RFC 5905, section 8)."""
 
     def __init__(self) -> None:
-        """Know nothing yet: the clocks count as equal."""
         self._samples: deque[tuple[float, int]] = deque(maxlen=_SAMPLES)
         self._epochs_ns = 0
         self.heard_sent_ns, self.heard_at_ns = 0, 0
@@ -305,11 +294,7 @@ def _epoch_ns() -> int:
 
 
 class SilenceWatch:
-    """Warns of launchers that send nothing although they are connected; their ranks may still run.
-
-    Attributes:
-        silent: The nodes whose launchers are silent now.
-    """
+    """Warns of launchers that send nothing although they are connected; their ranks may still run."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         """Begin as if every node in `names` had just sent something."""
@@ -386,9 +371,7 @@ class Lost:
     """A node is lost for good.
 
     Attributes:
-        how: How its last connection ended.
         why: What the kernel reported, as a clause.
-        silent_s: How long nothing had arrived from it, in seconds.
         seen_ns: When its last connection ended (monotonic).
     """
 
@@ -408,7 +391,6 @@ class Away:
     """A connection has broken; the node may come back.
 
     Attributes:
-        how: How the connection ended.
         why: What the kernel reported, as a clause.
         limit_s: After how many seconds it is lost.
     """
@@ -438,7 +420,6 @@ class _Connection(Generic[NameT]):
     """One connection, with the bytes that are left to parse and to send.
 
     Attributes:
-        host: The address of the other side.
         peer: The node; ``None`` until the other side has proved that it is one.
         challenge: What the other side has to sign for that.
         unanswered: Beats sent since something arrived.
@@ -498,9 +479,7 @@ class _Peer(Generic[NameT]):
     """A node at the other end, over all its connections.
 
     Attributes:
-        node: What the node is called.
         connection: The connection in use; ``None`` while the node is away.
-        clocks: This host's clocks beside those of the other.
         received: How many messages have arrived, apart from those of routine.
         unconfirmed: Messages sent to it that may not have arrived, the oldest first.
         confirmed: How many have arrived, according to the node.
@@ -508,9 +487,6 @@ class _Peer(Generic[NameT]):
         scope: Which end of the channel node 0 has; empty before the first greeting.
         has_said_goodbye: Whether it has taken leave.
         if_not_back: How it is lost if it does not come back; ``None`` while it is connected.
-        away_since_s: When its last connection ended (monotonic).
-        limit_s: How long it may stay away.
-        next_dial_s: When to dial it again (monotonic).
     """
 
     node: NameT
@@ -575,20 +551,16 @@ class Channel(Generic[NameT, MessageT]):
     """One node's end of the control channel; the nodes at the other ends are known by name.
 
     Args:
-        secret: The job's.
         scope: Identifies node 0's end: random, so that no connection is made again to its successor.
-        codec: The messages that both ends send.
         node_loss: How long a node may be away before it is lost.
 
     Attributes:
-        scope: As above.
         refused: Why node 0 has refused nodes, each with what it said about itself: anyone can have said that.
     """
 
     def __init__(
         self, secret: bytes, scope: str, codec: Codec[MessageT], node_loss: timedelta
     ) -> None:
-        """Begin without any connection; callers use `listen` or `dial`."""
         self._secret, self.scope = secret, scope
         self._codec = codec
         self.refused: list[tuple[Refusal, Any]] = []
@@ -1263,10 +1235,8 @@ def _greet(
 ) -> int:
     """Prove to node 0 that this is a node of the job, and have it prove the same.
 
-    `about` is what node 0 may know of this node even if it refuses it.
-
-    Returns:
-        How many messages of this node have arrived at node 0.
+    `about` is what node 0 may know of this node even if it refuses it. Returns how many messages of this node
+    have arrived at node 0.
     """
     peer, challenge = connection.peer, secrets.token_hex(16)
     assert peer is not None  # noqa: S101 - node 0

@@ -34,7 +34,6 @@ class Departure(NamedTuple):
     """A rank's message to the others that it ends and will reach no more barriers.
 
     Attributes:
-        rank: The rank that ends.
         origin: Where its error comes from: the rank itself, or another one.
         error: Its error, in one line.
         is_failure: False for ``sys.exit(0)``: the rank leaves the others, but has not failed.
@@ -127,7 +126,6 @@ class Control:
         store: The store, also for keys that are not `Control`'s.
         has_introduced_itself: Whether the others can know which process this rank is; see `PeerWatch`.
         failed_peer: The rank that had failed when the last barrier (`is_last`) ended, if known.
-        waits: What other ranks wait for, and what this one waits for.
 
     Args:
         store: A store connection that nothing else uses: a client serialises its calls, so a long
@@ -156,15 +154,11 @@ class Control:
         text: str = "",
         may_go: Callable[[], bool] | None = None,
     ) -> list[int]:
-        """Wait until every rank has reached the barrier of that name.
+        """Wait until every rank has reached the barrier of that name; every use of it is a new barrier.
 
-        Args:
-            name: Name of the barrier; every use of it is a new barrier.
-            deadline: When to stop waiting.
-            is_last: Whether ranks may exit right after it.
-            text: The call, if a wait in it is one for all ranks, without a limit that the caller has set
-                for it alone.
-            may_go: Asked after `_ALONE` whether this rank stops waiting; the others go on then.
+        Ranks may exit right after it if `is_last`. `text` is the call, if a wait in it is one for all ranks,
+        without a limit that the caller has set for it alone. `may_go` is asked after `_ALONE` whether this
+        rank stops waiting; the others go on then.
 
         Returns:
             The ranks that did not arrive in time, the same list on every rank that has not gone.

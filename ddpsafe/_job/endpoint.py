@@ -87,11 +87,7 @@ Unreached: TypeAlias = Literal[
 
 
 def trouble_of(exc: Exception) -> tuple[Unreached, str]:
-    """Return why node 0 is not reached, also as a clause.
-
-    Args:
-        exc: What was raised by looking up its name, by connecting, or by greeting it.
-    """
+    """Tell from what was raised on the way to node 0 why it is not reached, also as a clause."""
     clause = getattr(exc, "strerror", None) or str(exc)
     if isinstance(exc, RefusedError):
         return exc.refusal, clause
@@ -116,8 +112,6 @@ class JobEndpoint:
         may_serve: Whether this node may serve the endpoint; not if it has joined the job before.
 
     Attributes:
-        job: The id of the job.
-        secret: The key by which its nodes know each other.
         serves: Whether this node serves the endpoint, which makes it node 0.
         is_elsewhere: Whether it serves it at an address that the endpoint may not lead to.
         address: Where the other nodes reach this one.
@@ -132,7 +126,6 @@ class JobEndpoint:
         dial: Callable[[str, int], Channel[Any, Any]],
         may_serve: bool = True,
     ) -> None:
-        """Read endpoint, job id and secret; nothing is opened yet."""
         parsed = config.rendezvous.parsed()
         assert parsed is not None, "the config requires one with more than one node"  # noqa: S101
         self._config, self._check, self._endpoint = config, check, parsed
@@ -150,7 +143,6 @@ class JobEndpoint:
         return self._config.rendezvous.id is not None or self._endpoint.is_loopback
 
     def __str__(self) -> str:
-        """Return it as the user has written it."""
         return str(self._endpoint)
 
     def call(

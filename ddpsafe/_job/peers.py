@@ -75,7 +75,6 @@ class PeerWatch:
     """
 
     def __init__(self, control: Control, rank: int, *, beats: str = "") -> None:
-        """Tell the others which process this is."""
         self._control = control
         self._beats = beats
         self._myself = Process.myself()

@@ -22,7 +22,6 @@ class Signer:
     """Signs the values that a job writes where others can write too, and rejects those of others.
 
     Args:
-        secret: Known only to the processes of the job.
         scope: What the values are for. A value that was signed for another scope or another key is
             rejected, so a scope that is new for each start rejects old values.
     """
@@ -56,9 +55,7 @@ def find_job_secret(
 ) -> str:
     """Return the job's secret from a file or from ``DDPSAFE_JOB_SECRET``; empty if there is none.
 
-    Args:
-        path: The file, if one is configured.
-        setting: How the user has named it, for errors.
+    `setting` is how the user has named the file, for errors.
 
     Raises:
         ConfigError: The file cannot be read or is empty, or the secret can be guessed.

@@ -186,7 +186,6 @@ class ReopenedStore:
     Once it could not be opened again, each call fails at once.
 
     Args:
-        open_store: Connects to the store.
         reopen_store: Does so after an outage, and waits for the network.
     """
 
@@ -245,7 +244,6 @@ class SignedKeys:
     This rejects forged values. It does not protect the store itself: others can still remove keys.
 
     Args:
-        secret: Known only to the ranks of the job.
         scope: See `Signer`; new for each start of the ranks.
     """
 
