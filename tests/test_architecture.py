@@ -443,7 +443,7 @@ BUDGETS: Final = {
     "ddpsafe/_launcher": (11_080, "52 rows of guarantees.md: start, watch, diagnosis, report"),
     "ddpsafe/_launcher/nodes": (5_050, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_660, "what crosses a process, as plain data"),
-    "ddpsafe/_worker": (5_960, "what runs in a rank: the context, hooks in torch, waits"),
+    "ddpsafe/_worker": (5_900, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
         6_240,
         "a save that survives any kill, its verification, and states in memory",

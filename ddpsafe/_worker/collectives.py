@@ -269,8 +269,7 @@ def _mean(x: Reducible, share: float, device: torch.device) -> object:
 def _require_same_form(x: Reducible, device: torch.device, *, call: str, op: str = "") -> bool:
     """Compare keys and shapes over the ranks: with different ones they would hang, or reduce wrongly.
 
-    Returns:
-        Whether some rank passed a number that is a float.
+    Returns whether some rank passed a number that is a float.
     """
     import torch
     import torch.distributed as dist

@@ -175,13 +175,9 @@ class Reporter:
     """Sends this rank's reports to its launcher.
 
     Args:
-        sender: The pipe to the launcher.
-        log: The file of the rank's stderr.
         shared_fd: See `Inheritance.shared`.
 
     Attributes:
-        send: Sends a message as it is.
-        phase: The phase that the rank is in.
         has_failed: Whether the rank has reported its failure, and only ends.
     """
 
@@ -240,10 +236,8 @@ class Reporter:
     def raised(self, exc: BaseException, state: Literal["in-flight", "caught", "final"]) -> None:
         """Report an exception: once before it has left the user's function, and again when it has.
 
-        Args:
-            exc: The exception.
-            state: ``final`` once it has left the function. Before that ``caught`` if it is in an
-                ``except`` block after which the program continues, else ``in-flight``.
+        The state is ``final`` once it has left the function. Before that it is ``caught`` if the exception is
+        in an ``except`` block after which the program continues, else ``in-flight``.
         """
         final = state == "final"
         if not final and id(exc) in self._reported:
@@ -394,12 +388,7 @@ def read_position(*, asks_events: bool) -> Position:
 
 
 def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
-    """Run one rank; the target function of its process.
-
-    Args:
-        spec: Everything except the user's function and its arguments.
-        inheritance: Pipes and files shared with the launcher.
-    """
+    """Run one rank; the target function of its process."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPIPE])  # see `broken_pipes_raise`
     sender = Sender(inheritance.report.fd)
     reporter = Reporter(sender, spec.logs.stderr, inheritance.shared.fd)

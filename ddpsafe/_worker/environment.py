@@ -37,10 +37,8 @@ _replaced: Final[list[object]] = []
 def capture_output(logs: LogFiles, overflow: LogOverflow) -> Terminal | None:
     """Redirect file descriptors 1 and 2 to files, which also captures what C++ prints.
 
-    Once the files take no more, `overflow` takes over.
-
-    Returns:
-        The terminal on which the console draws the rank's output, if it does.
+    Once the files take no more, `overflow` takes over. Returns the terminal on which the console draws the
+    rank's output, if it does.
 
     Raises:
         PreflightError: A file cannot be opened, or the directory is not the one that the launcher made.

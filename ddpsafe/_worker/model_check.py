@@ -40,9 +40,7 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: "parameter" or "buffer".
-        name: Its name in the model.
         shape: Its shape; ``None`` if it has none yet.
-        dtype: Its dtype, as torch writes it.
         requires_grad: Whether it is trained; false for a buffer.
     """
 
@@ -53,7 +51,6 @@ class Entry(NamedTuple):
     requires_grad: bool
 
     def __str__(self) -> str:
-        """Return it for a message."""
         shape = "of unknown shape" if self.shape is None else f"shape {list(self.shape)}"
         frozen = ", frozen" if self.kind == "parameter" and not self.requires_grad else ""
         dtype = self.dtype.removeprefix("torch.")

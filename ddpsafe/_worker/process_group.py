@@ -111,11 +111,8 @@ def close_group(
 ) -> list[int]:
     """Wait for all ranks at the end of a successful job, then close the group; without a collective.
 
-    `is_supervised` says whether ddpsafe's launcher ends this process if it hangs. `may_go` is that of
-    `Control.barrier`.
-
-    Returns:
-        The ranks that had not finished in time; if there are any, the group stays open.
+    `is_supervised` says whether ddpsafe's launcher ends this process if it hangs, `may_go` is that of
+    `Control.barrier`. Returns the ranks that had not finished in time; if there are any, the group stays open.
 
     Raises:
         LaunchTimeoutError: torch did not close the group by the deadline, and there is no

@@ -33,8 +33,6 @@ class ThisRank:
         context: Its context, while it has one.
         stopping: Its part in agreeing on a stop.
         borrowed: Variables that it has set for as long as its group exists, with their values before.
-        groups: Numbers its process groups.
-
         spec: How ddpsafe's launcher has started it; ``None`` if another one has.
         since_start: The clock for waits at the rendezvous. It stands still until the launcher has
             started all ranks: if the launcher is suspended before (Ctrl-Z), it starts the rest only

@@ -30,9 +30,7 @@ class Script:
 
     Attributes:
         target: The absolute path of the script, or the name of the module or program.
-        name: How the user wrote it.
-        arguments: Its arguments.
-        kind: What it is.
+        name: The target as the user wrote it.
         launcher_path: The first entry of the launcher's ``sys.path``, which is about the launcher's own
             program; ``None`` if Python added none.
         has_stdin: Whether the launcher has a standard input.
@@ -49,9 +47,8 @@ class Script:
 def run_script(local_rank: int, script: Script) -> ScriptExit | None:
     """Run the script in this rank, as ``python script.py`` would.
 
-    Returns:
-        Where the script called ``sys.exit(0)``, if it did: the other ranks may still wait for a rank
-        that exits so.
+    Returns where the script called ``sys.exit(0)``, if it did: the other ranks may still wait for a rank that
+    exits so.
     """
     target, kind = script.target, script.kind
     if script.has_stdin and local_rank == 0:

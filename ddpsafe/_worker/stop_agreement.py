@@ -31,11 +31,7 @@ _AGREED: Final = "stop/agreed"
 
 
 class NoAgreementError(Exception):
-    """Some ranks sent no promise in time.
-
-    Attributes:
-        deadline: The deadline of the wait for them.
-    """
+    """Some ranks sent no promise in time."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__(deadline)
@@ -43,11 +39,7 @@ class NoAgreementError(Exception):
 
 
 class StopCalls:
-    """Counts this rank's calls of `stop_requested`, and returns yes from the agreed call on.
-
-    Attributes:
-        count: The number of calls so far.
-    """
+    """Counts this rank's calls of `stop_requested`, and returns yes from the agreed call on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,9 +67,8 @@ class StopCalls:
     def answer(self, limit: timedelta | None) -> bool:
         """Count a call and answer it.
 
-        Args:
-            limit: How long to wait for the others' promises; ``None`` if a launcher ends this
-                process should they not arrive.
+        `limit` is how long to wait for the others' promises; ``None`` if a launcher ends this process should
+        they not arrive.
 
         Raises:
             NoAgreementError: The others did not promise within the limit, or cannot any more.
@@ -100,9 +91,6 @@ class Others:
     """How a rank agrees with the others on stopping: through its launcher, or a store.
 
     This class itself is for a world of one, which has no others to tell.
-
-    Args:
-        calls: This rank's calls.
     """
 
     def __init__(self, calls: StopCalls) -> None:
@@ -129,12 +117,9 @@ class Others:
 class StopKeys(Others):
     """Requests and promises in the ranks' store, and a thread that polls for them.
 
-    A request may reach one rank only: one pod is evicted, one process is signalled. From the rank's
-    first call on, the thread polls for it twice a second, so that a call itself does not access the
-    store.
-
-    Args:
-        store: The ranks' store. It may be shared: the thread never waits in it.
+    A request may reach one rank only: one pod is evicted, one process is signalled. From the rank's first
+    call on, the thread polls for it twice a second, so that a call itself does not access the store. The
+    store may be shared: the thread never waits in it.
     """
 
     def __init__(self, store: Keys, *, rank: int, world_size: int, calls: StopCalls) -> None:
@@ -236,11 +221,9 @@ class Stopping:
     Nothing changes in a rank that never calls it: signals keep their effect, and no thread starts.
 
     Args:
-        others: How to agree with the other ranks.
         limit: See `StopCalls.answer`.
 
     Attributes:
-        others: As above.
         signals: The stop signals that this process received.
         answered: Whether a call has returned true.
     """

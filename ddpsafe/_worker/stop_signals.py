@@ -56,7 +56,6 @@ class StopSignals:
     forks reacts to the signals as it would without ddpsafe.
 
     Attributes:
-        before: The handlers that `open` has replaced.
         noted: The first signal that arrived; ``None`` before.
     """
 

@@ -26,7 +26,6 @@ class Terminal:
     """
 
     def __init__(self, fd: int, logs: LogFiles) -> None:
-        """Keep a descriptor of it, and answer for its size in place of the descriptors of the logs."""
         self._fd = os.dup(fd)
         self.drawn = logs.drawn
         self._tag_columns = logs.tag_columns

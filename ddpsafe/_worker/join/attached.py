@@ -52,9 +52,8 @@ def is_rank(env: Mapping[str, str]) -> bool:
 def find_place(env: Mapping[str, str]) -> World | None:
     """Return the place that an outer launcher gave this rank.
 
-    Returns:
-        ``None`` in a rank of `launch` or `spawn`, whose launcher has read it already, and in a
-        process that no launcher started.
+    That is ``None`` in a rank of `launch` or `spawn`, whose launcher has read it already, and in a process
+    that no launcher started.
     """
     return None if this_rank.is_launched else find_world(env)
 

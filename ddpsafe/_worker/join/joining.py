@@ -96,9 +96,7 @@ def adopt_group() -> RankContext:
 def join_launch(current: RankContext, backend: str) -> RankContext:
     """Make the group of a rank that `spawn` started, at the launcher's store.
 
-    Args:
-        current: This rank.
-        backend: The backend; ``auto`` for the one that was passed to the launch.
+    The backend ``auto`` is the one that was passed to the launch.
     """
     spec = this_rank.spec
     assert spec is not None  # noqa: S101 - checked by the caller
@@ -198,10 +196,8 @@ def agree_on_devices(
 ) -> tuple[str, torch.device, World]:
     """Agree with all ranks on the backend and on each rank's GPU; make this rank's GPU the current one.
 
-    The backend ``auto`` is nccl if the ranks have GPUs.
-
-    Returns:
-        The backend, this rank's device, and its place with all ranks of its node.
+    The backend ``auto`` is nccl if the ranks have GPUs. Returns the backend, this rank's device, and its
+    place with all ranks of its node.
 
     Raises:
         ConfigError: torch does not know the backend, or some rank has no GPU of its own.

@@ -43,11 +43,8 @@ if TYPE_CHECKING:
 def agree_on_generation(store: Keys, world: World, *, deadline: Deadline) -> tuple[str, list[int]]:
     """Agree on a name for this generation of ranks.
 
-    The store may still hold keys of earlier generations.
-
-    Returns:
-        The name, new in this store, and the ranks that did not join: on rank 0 all that it misses,
-        on the others rank 0.
+    The store may still hold keys of earlier generations. Returns the name, new in this store, and the ranks
+    that did not join: on rank 0 all that it misses, on the others rank 0.
     """
     if world.rank == 0:
         # Answer greetings until every rank has seen this generation's name. A greeting may be left
@@ -96,7 +93,6 @@ class Stores(NamedTuple):
 
     Attributes:
         group: For torch's process group.
-        control: The ranks' control line.
         node_keys: For the examination of the connections between the nodes.
     """
 

@@ -65,9 +65,7 @@ def require_same_secret(theirs: str, secret: bytes | None, place: str, world: Wo
 def identity_of(env: Mapping[str, str]) -> dict[str, list[str]]:
     """Collect identifiers that all ranks of a job share, and other jobs do not.
 
-    Returns:
-        For each identifier, the scope in which it can be compared (empty for everywhere) and its
-        value.
+    Each has the scope in which it can be compared (empty for everywhere) and its value.
     """
     identifiers = {name: ["", value] for name, value in job_variables(env).items()}
     parent = multiprocessing.parent_process()
@@ -127,8 +125,6 @@ class StoreEndpoint:
     """Where the store is.
 
     Attributes:
-        host: Address or name.
-        port: Port.
         is_served: Whether another process (torchrun's agent) serves it already.
         is_on_this_host: Whether all ranks are certainly on this host, according to the launcher or
             because the address is loopback.
@@ -140,7 +136,6 @@ class StoreEndpoint:
     is_on_this_host: bool
 
     def __str__(self) -> str:
-        """Return ``host:port``, with an IPv6 address in brackets."""
         return show_endpoint(self.host, self.port)
 
 
