@@ -445,7 +445,7 @@ BUDGETS: Final = {
     "ddpsafe/_wire": (2_660, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (5_900, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
-        6_240,
+        6_120,
         "a save that survives any kill, its verification, and states in memory",
     ),
     "ddpsafe/data": (7_050, "each sample once, and an exact resume"),

@@ -36,14 +36,10 @@ class DamagedFileError(Exception):
 class ChecksumWriter:
     """Writes a new file and computes its checksums.
 
-    An error of the file system is raised by `close` and not by `write`.
-
-    Args:
-        path: The file.
-        replaces: Write over an existing file.
+    An error of the file system is raised by `close` and not by `write`. An existing file is written over if
+    `replaces`.
 
     Attributes:
-        size: Bytes written so far.
         crc32: One checksum for each block, complete after `close`.
         error: The first error of the file system, if any.
     """
@@ -139,11 +135,8 @@ def _start_writeback(fd: int, offset: int, length: int) -> None:
 class VerifiedFile:
     """A file of a checkpoint that is checked while it is read; closed by ``with``.
 
-    Args:
-        fd: An open descriptor; this object closes it.
-        name: Name of the file in errors.
-        size: Its length when it was written, in bytes.
-        crc32: Its checksums, one for each block.
+    It closes the descriptor. `size` is the length in bytes when the file was written, `crc32` has a checksum
+    for each block, and errors call the file `name`.
 
     Raises:
         DamagedFileError: The file is shorter or longer.

@@ -44,12 +44,10 @@ class Loaded:
 
     Attributes:
         folder: The checkpoint's folder, or the slot in memory.
-        manifest: Its manifest.
         replicated: State that all ranks share, by name. Its tensors may be mapped from the file.
         own: This rank's own part, by name; ``None`` if the saved world had no such rank.
         rng: This rank's random number generators; ``None`` if the saved world had no such rank, or
             did not save them.
-        shards: The distributed tensors.
         mapped: Addresses of the tensors' memory, which may belong to a mapped file.
         left: Paths that a restore with ``strict=False`` leaves unchanged, each with the reason.
     """
@@ -73,9 +71,8 @@ def compare(
 ) -> dict[str, str]:
     """Compare names, tensors, and the parameters of optimizers.
 
-    Returns:
-        What a restore that is not strict leaves unchanged, and why: names, and paths of tensors in
-        models.
+    Returns what a restore that is not strict leaves unchanged, and why: names, and paths of tensors in
+    models.
 
     Raises:
         CheckpointMismatchError: Something differs, and the restore is strict.

@@ -97,16 +97,9 @@ def _delete(path: Path) -> None:
 
 
 def publish(folder: Path, step: int, *, is_wanted: Callable[[], bool] = lambda: True) -> bool:
-    """Make a finished folder the checkpoint of its step, safely on disk, or not at all.
+    """Make a finished folder the checkpoint of its step, safely on disk, or not at all; return whether it is.
 
-    Args:
-        folder: The folder.
-        step: Its step.
-        is_wanted: Whether the checkpoint should still be published; asked before the rename and after
-            it.
-
-    Returns:
-        Whether the checkpoint was published.
+    `is_wanted` is asked before the rename and after it.
 
     Raises:
         FileExistsError: That step already has a checkpoint.
@@ -250,10 +243,7 @@ Metrics = dict[int, dict[str, float | None]]
 def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
     """Remove the checkpoints that `keep` does not keep; return why some could not be removed.
 
-    Args:
-        directory: Where they are.
-        keep: Which ones stay.
-        metrics: Metrics read so far. Missing ones are read from the checkpoints and added.
+    Metrics that have not been read so far are read from the checkpoints and added.
     """
     try:
         steps = complete_steps(directory)
@@ -318,8 +308,7 @@ def free_bytes(directory: Path) -> int:
 def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None, int | None]:
     """Create and lock the directory on rank 0, and make sure that every rank sees it.
 
-    Returns:
-        The lock, on rank 0 only, and the newest step in the directory.
+    Returns the lock, on rank 0 only, and the newest step in the directory.
 
     Raises:
         DirectoryError: It cannot be written to, or is not the same for all ranks.

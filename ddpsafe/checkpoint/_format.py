@@ -71,7 +71,6 @@ class FileFacts(_Part):
     """Size and checksums of one file as it was written.
 
     Attributes:
-        size_bytes: Its length.
         crc32: One checksum for each block of `BLOCK_BYTES`.
     """
 
@@ -102,7 +101,6 @@ class Piece(_Part):
     """A part of a distributed tensor as one rank wrote it: its values contiguous, in C order.
 
     Attributes:
-        file: The file it is in.
         start: Its first byte in the file.
         offsets: Its position in the tensor.
         sizes: Its shape.
@@ -120,11 +118,9 @@ class Piece(_Part):
 
 
 class ShardedTensor(_Part):
-    """A distributed tensor: its dtype, its full shape, and its pieces.
+    """A distributed tensor: its dtype as torch names it, its full shape, and its pieces.
 
     Attributes:
-        dtype: Name of its dtype in torch.
-        shape: Shape of the whole tensor.
         pieces: Its pieces, which cover each value once.
     """
 
@@ -180,8 +176,6 @@ class Manifest(_Part):
     """What must be known about a checkpoint before its files are opened.
 
     Attributes:
-        step: The step it was saved at.
-        world_size: How many ranks saved it.
         saved_at: When, in UTC, as ISO 8601.
         ddpsafe: Version of ddpsafe that wrote it.
         torch: Version of torch that wrote it.
@@ -193,7 +187,6 @@ class Manifest(_Part):
         metrics: The caller's numbers, such as a loss; ``None`` for NaN and infinity.
         metadata: The caller's plain values.
         block_bytes: Length of the blocks that have a checksum.
-        version: Version of the format.
     """
 
     step: Count
@@ -272,9 +265,6 @@ NOT_DAMAGE: Final = (
 
 def open_regular(folder: Path | Place, name: str) -> int:
     """Open a regular file below a folder for reading, without following links; or one of a slot.
-
-    Returns:
-        The descriptor.
 
     Raises:
         DamagedFileError: It is missing, or not a regular file.

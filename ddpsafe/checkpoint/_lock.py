@@ -54,12 +54,10 @@ class Owner:
     """The process that writes into the directory.
 
     Attributes:
-        host: Its host name.
         boot: Boot id of the kernel it runs on.
         pid: Its process id there.
         job: The job's name from the scheduler or the launcher; empty if there is none.
         since: When it took the lock, in UTC, as ISO 8601.
-        id: Unique id of this owner.
         lock: Which kind of record lock it holds: of its open file, of its process, or none.
     """
 
@@ -114,11 +112,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 class DirectoryLock:
-    """This process's lock on a directory.
-
-    Args:
-        directory: An existing directory.
-        owner: This process.
+    """This process's lock on a directory that exists.
 
     Raises:
         DirectoryLockedError: Another living process holds the lock.

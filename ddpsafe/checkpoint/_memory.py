@@ -50,9 +50,10 @@ _SHARE_LEFT: Final = 0.1
 class StateMemory:
     """The states in memory, as one rank takes part in them; see `open_memory`.
 
+    Every rank has to make one.
+
     Attributes:
         newest: The step of the newest state in memory that this rank has saved or restored.
-        slots: Those of its node.
         is_given_up: Whether it has turned out that memory cannot be used.
     """
 
@@ -64,7 +65,6 @@ class StateMemory:
         *,
         may_give_up: bool,
     ) -> None:
-        """Take part; every rank has to."""
         self.newest: int | None = None
         self.is_given_up = False
         self.schedule = Schedule(every)
@@ -81,10 +81,8 @@ class StateMemory:
     def save(self, take: Callable[[bool], _save.SaveRequest], step: int, waited_s: float) -> bool:
         """Put the state into memory; return False, after a warning, if that is not to be used any more.
 
-        Args:
-            take: Takes the state; called with whether this rank writes what all share.
-            step: Its step.
-            waited_s: How long ago the last save to the directory was.
+        `take` is called with whether this rank writes what all share. The last save to the directory was
+        `waited_s` ago.
 
         Raises:
             CheckpointError: It failed, on this rank or another one.
@@ -338,10 +336,7 @@ class StateMemory:
     def note_restored(self, step: int, held: Held | None, *, from_memory: bool) -> None:
         """Continue from a state, which makes newer ones in memory those of another training.
 
-        Args:
-            step: Its step.
-            held: The newest in memory; what it knows of costs holds for this attempt, too.
-            from_memory: Whether it came from memory.
+        What the newest state in memory knows of costs holds for this attempt, too.
         """
         self.newest = step if from_memory else None
         self.schedule = self.schedule.after_restore()

@@ -32,15 +32,8 @@ class Ranks(RankGroup):
     """This rank among the ranks of the job; a world of one without a process group.
 
     Args:
-        context: This rank.
-        directory: Where the checkpoints are.
         timeout: How long an exchange may wait for rank 0, or for the other ranks.
         may_give_up: As `RankGroup.may_give_up`.
-
-    Attributes:
-        world_size: Number of ranks.
-        host: Name of this rank's host.
-        timeout: As given.
     """
 
     def __init__(
@@ -100,14 +93,7 @@ class Ranks(RankGroup):
     def absence_error(
         self, error_type: Callable[..., E], doing: str, *, cause: str, fix: str
     ) -> Callable[[Absence], E]:
-        """Return what makes the error for ranks that another one waited for; see `explain_absence`.
-
-        Args:
-            error_type: Makes the error from its explanation and ``rank=``.
-            doing: What the ranks were doing.
-            cause: Why they may be late.
-            fix: What to do about that.
-        """
+        """Return what makes the error for ranks that another one waited for; see `explain_absence`."""
 
         def make(absence: Absence) -> E:
             explanation = explain_absence(absence, self, doing, cause=cause, fix=fix)
@@ -136,12 +122,8 @@ def explain_absence(
 ) -> Explanation:
     """Explain what the ranks were doing, and why it failed.
 
-    Args:
-        absence: The ranks that another one waited for.
-        who: The rank that waited.
-        doing: What the ranks were doing, as an infinitive without "to".
-        cause: Why the ranks may be late; a predicate that follows their names.
-        fix: What to do about that.
+    `doing` is an infinitive without "to". `cause` is why the ranks may be late: a predicate that follows
+    their names.
     """
     first = absence.ranks[0]
     if absence.lost:

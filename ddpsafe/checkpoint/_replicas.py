@@ -73,11 +73,7 @@ def _sum_of(raw: torch.Tensor) -> torch.Tensor:
 
 
 def drift_of(digests: Mapping[int, Digests]) -> list[str]:
-    """Return a line for each model of which a rank has another copy than rank 0.
-
-    Args:
-        digests: Those of each rank.
-    """
+    """Return a line for each model of which a rank has another copy than rank 0."""
     lines: list[str] = []
     for model, own in digests[0].items():
         ranks: set[int] = set()

@@ -66,12 +66,9 @@ class RestoreRequest:
     """The arguments of one restore.
 
     Attributes:
-        ranks: The ranks.
-        directory: Where the checkpoints are.
         state: The objects, by name.
         step: Restore this step and no other; ``None`` for the newest.
         strict: Refuse a checkpoint that lacks some of the state, or has different tensors.
-        with_rng: Restore the random number generators too.
         may_tidy: Set aside checkpoints newer than the restored one.
         memory: The states in memory, if they are used.
     """
@@ -91,8 +88,6 @@ class Restored:
     """What was restored.
 
     Attributes:
-        manifest: Its manifest.
-        in_memory: Whether it came from memory.
         on_disk: The newest step up to this one that the directory has; ``None`` if it has none.
     """
 
@@ -104,8 +99,7 @@ class Restored:
 def restore(request: RestoreRequest) -> Restored | None:
     """Load the newest checkpoint that every rank can load, from memory or disk, or the requested one.
 
-    Returns:
-        What was restored; ``None`` if no rank sees a checkpoint.
+    Returns ``None`` if no rank sees a checkpoint.
 
     Raises:
         RestoreError: There are checkpoints, but none can be used.
@@ -284,13 +278,9 @@ def missing_step(
     others: Sequence[int],
     by_host: Mapping[str, Sequence[int]] | None = None,
 ) -> MissingCheckpointError:
-    """Make the error for a step that has no checkpoint.
+    """Make the error for a step that has no checkpoint, while the steps `others` have one.
 
-    Args:
-        directory: Where the checkpoints are.
-        step: The step.
-        others: The steps that have one.
-        by_host: The steps that each host sees, if the ranks restore one.
+    If the ranks restore one, `by_host` has the steps that each host sees.
     """
     there = "there is no checkpoint"
     if others:
@@ -333,10 +323,9 @@ def _agree_on_damage(
 
 
 def _load(request: RestoreRequest, step: int, folder: Path | Slot) -> tuple[Loaded | None, Message]:
-    """Read a checkpoint and compare it with the objects.
+    """Read a checkpoint and compare it with the objects; return it with the message for rank 0.
 
-    Returns:
-        The checkpoint, or ``None`` if this rank cannot use it; and the message for rank 0.
+    It is ``None`` if this rank cannot use it.
     """
     ranks = request.ranks
     facts: dict[str, Any] = {"damage": None, "host": ranks.host}
@@ -377,13 +366,9 @@ def _unreadable(directory: Path, step: int, exc: OSError) -> RestoreError:
 
 
 def load_checkpoint(folder: Path | Slot, step: int | None, *, rank: int, world_size: int) -> Loaded:
-    """Read and check what this rank needs.
+    """Read and check what this rank needs, of `step` if that is known.
 
-    Args:
-        folder: The checkpoint's folder.
-        step: The step that it must be of; ``None`` if that is not known.
-        rank: The rank whose own part is read.
-        world_size: Number of ranks among which the checking of the shards is divided.
+    The checking of the shards is divided among the ranks.
 
     Raises:
         DamagedFileError: A file is not what was written, or was written for another step.

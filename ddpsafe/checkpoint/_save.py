@@ -71,9 +71,7 @@ class Publisher:
     """Where rank 0 publishes checkpoints.
 
     Attributes:
-        directory: The directory.
         lock: This job's lock on the directory.
-        keep: Which checkpoints stay.
         metrics: Metrics of existing checkpoints, as far as they have been read.
         not_removed: Why old checkpoints could not be removed, since the last warning of it.
     """
@@ -125,13 +123,8 @@ class SaveRequest:
     """The arguments of one save, on one rank.
 
     Attributes:
-        ranks: The ranks.
         publisher: Publishes the checkpoint on rank 0; ``None`` on the other ranks, and if the step is
             already saved.
-        snapshot: What this rank saves.
-        step: The step.
-        metrics: Numbers to save with it.
-        metadata: Plain values to save with it.
     """
 
     ranks: Ranks
@@ -149,11 +142,7 @@ class _GivenUpError(Exception):
 class Writing:
     """What a thread writes to the directory: storage that does not respond would block the rank for ever.
 
-    Args:
-        ranks: The ranks.
-        step: The step.
-        deadline: How long this rank waits.
-        directory: The directory, if this rank explains the errors of its file system.
+    This rank waits until `deadline`, and explains errors of the file system if it is given the directory.
     """
 
     def __init__(self, ranks: Ranks, step: int, deadline: Deadline, directory: Path | None) -> None:
@@ -224,14 +213,9 @@ class Writing:
 
 
 class Save:
-    """This rank's part of a save that has begun.
-
-    Args:
-        request: What to save.
-        first: The exchange in which this rank will send its part of the save.
+    """This rank's part of a save that has begun, to be sent in the exchange `first`.
 
     Attributes:
-        step: The step.
         drift: On rank 0, a line for each model of which the ranks have different copies.
     """
 

@@ -36,8 +36,7 @@ class Costs(NamedTuple):
 def steps_between(costs: Iterable[Costs]) -> int:
     """Return how many steps later to save again, so that this takes `_SHARE` of the time on each rank.
 
-    Args:
-        costs: Those of each rank; the save that follows them counts as one like the last.
+    The save that follows those of `costs` counts as one like the last.
     """
     most = 1.0
     for each in costs:
@@ -97,8 +96,7 @@ class Schedule:
     def note_saved(self, costs: Costs | None = None) -> None:
         """Measure from now; with ``"auto"``, choose when the next save is due, the same on all ranks.
 
-        Args:
-            costs: The `highest` of what `begin` has returned on the ranks.
+        `costs` is the `highest` of what `begin` has returned on the ranks.
         """
         self._saved_s = time.monotonic()
         if self._saving is not None:

@@ -111,11 +111,7 @@ def bytes_of(own: Own) -> int:
 
 
 def write_shards(own: Own, folder: Path | Slot, rank: int) -> dict[str, Any]:
-    """Write this rank's parts into a file of its own.
-
-    Returns:
-        What rank 0 needs for the manifest, in plain values.
-    """
+    """Write this rank's parts into a file of its own; return in plain values what the manifest needs."""
     import torch
 
     pieces: dict[str, Any] = {}
@@ -141,11 +137,7 @@ def describe(shards: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def index_of(
     whole: Mapping[str, Any], written: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[str, FileFacts], dict[str, ShardedTensor]]:
-    """Make the manifest's entries for the parts that all ranks wrote.
-
-    Args:
-        whole: What `describe` returned.
-        written: What `write_shards` returned on each rank.
+    """Make the manifest's entries from what `describe` returned, and `write_shards` on each rank.
 
     Raises:
         ValueError: They do not make up the tensors.
@@ -236,10 +228,8 @@ class SavedShards:
     def fill(self, target: Any, source: Any, path: str) -> None:
         """Fill this rank's part of a distributed tensor from a sharded or a whole saved one.
 
-        Args:
-            target: The distributed tensor.
-            source: The leaf of the checkpoint: a whole tensor, or the mark of a distributed one.
-            path: Its path, for errors.
+        `source` is the leaf of the checkpoint: a whole tensor, or the mark of a distributed one. `path` is
+        for errors.
         """
         import torch
 

@@ -31,7 +31,6 @@ class Slot:
     """One of the two places, used in place of a checkpoint's folder.
 
     Args:
-        number: Which of the two.
         files: Its files: the manifest, the state, the parts of the ranks, and one for each rank's shards.
     """
 
@@ -72,8 +71,6 @@ class Held:
     """A state that a node has in memory, in plain values.
 
     Attributes:
-        step: Its step.
-        attempt: The attempt that saved it.
         token: A checksum of its files: equal on two nodes only if the states are.
         files: The lengths of its files, by name; the manifest last.
         slot: The number of its slot on that node.
@@ -94,7 +91,6 @@ class Candidate:
 
     Attributes:
         held: The state, as the sender has it.
-        source: The rank that sends it.
         slots: The number of its slot on each node that has it, by the node's first rank.
         lacking: The first ranks of the nodes that do not have it.
     """
@@ -114,8 +110,7 @@ class Candidate:
 def candidates(held: dict[int, Held | None]) -> list[Candidate]:
     """Return the states that can be restored from memory, the newest first.
 
-    Args:
-        held: The newest that each node has, by the node's first rank.
+    `held` has the newest that each node has, by the node's first rank.
     """
     found: dict[tuple[int, int], Candidate] = {}
     for rank, own in sorted(held.items()):
@@ -144,9 +139,7 @@ def candidates(held: dict[int, Held | None]) -> list[Candidate]:
 class NodeSlots:
     """Both slots of a node.
 
-    Args:
-        files: Their files, one slot after the other.
-        directory: The checkpoints' directory: states of another one count as none.
+    States of another directory than `directory` count as none.
     """
 
     def __init__(self, files: Sequence[Path], directory: Path) -> None:
@@ -157,7 +150,6 @@ class NodeSlots:
         self._directory = os.fsencode(directory).decode(errors="backslashreplace")
 
     def __getitem__(self, number: int) -> Slot:
-        """Return the slot of that number."""
         return self._slots[number]
 
     def reserved_bytes(self) -> int:

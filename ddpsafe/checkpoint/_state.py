@@ -90,7 +90,6 @@ class Snapshot:
         shards: This rank's parts of distributed tensors, by path in the state.
         sharded: Dtype and shape of the distributed tensors, by path; the same on all ranks.
         names: How the state of each name is stored.
-        optimizers: Class and parameter shapes of the optimizers, by name.
         digests: What shows whether the ranks' copies of the models are equal.
     """
 
@@ -285,9 +284,6 @@ def own_bytes(own: dict[str, Any], rng: dict[str, Any] | None) -> bytes:
 
 def require_loadable(state: dict[str, Any]) -> None:
     """Refuse a state that ``torch.load(weights_only=True)`` would refuse.
-
-    Args:
-        state: The state to save, by name.
 
     Raises:
         UnsafeStateError: It has such values, at `UnsafeStateError.paths`.
