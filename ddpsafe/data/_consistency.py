@@ -98,7 +98,6 @@ class DatasetView:
         indices: Which samples are compared.
         item: Index -> text that identifies the sample, the same on every host.
         parts: Index -> the texts of the parts of the sample, and whether each is a single value.
-        by_paths: Whether paths are compared.
     """
 
     length: int | None
@@ -354,8 +353,7 @@ def check_dataset_consistency(
 def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
     """Check the dataset and the settings of a loader, and read as it will; every rank calls it.
 
-    Returns:
-        The dataset's fingerprint, as of `check_dataset_consistency`.
+    Returns the dataset's fingerprint, as `check_dataset_consistency` does.
     """
     method = start_method_of(loader.multiprocessing_context) if loader.num_workers else None
     return compare_datasets(_Reading(loader.dataset), loader_facts(loader), start_method=method)
@@ -575,11 +573,9 @@ class UnequalData:
     """How the data of two ranks differ.
 
     Attributes:
-        same_length: Whether they have as many samples.
         same_samples: Whether what was compared is the same, in another order.
         only_labels: Whether the first sample that differs has an equal input.
         is_split: Whether the dataset is a part of another one, as `random_split` makes it.
-        has_paths: Whether paths were compared.
     """
 
     same_length: bool

@@ -21,11 +21,8 @@ class Pass:
     """One pass over the loader, and what it has delivered.
 
     Attributes:
-        epoch: The epoch that it reads.
-        by_user: Whether the user set that epoch.
         in_loop: Whether the pass belongs to a loop over ``loader.epochs()``.
         enough: How many batches complete it for a loop that does not ask for the end; ``None`` if unknown.
-        batches: How many batches were delivered.
         used: How many of them count as read, if `even_steps` reads ahead; else ``None``.
         exhausted: Whether its end was reached.
         finished: Whether the epoch counts as read, even if this pass does not reach its end.
@@ -52,8 +49,7 @@ class Pass:
     def count_used(self, batches: int | None) -> tuple[int, bool]:
         """Return how many batches count as read, and whether the epoch was complete with them.
 
-        Args:
-            batches: How many the user has used; by default all, or what `even_steps` has counted.
+        Without `batches` these are all, or what `even_steps` has counted.
 
         Raises:
             ConfigError: So many were not delivered.
@@ -174,7 +170,6 @@ class Cell:
     Attributes:
         holder: The sampler or other object that has the epoch.
         newest: The newest pass; ``None`` at first, and after a state was loaded.
-        is_finished: As above.
     """
 
     def __init__(self, sampler: Any, *datasets: object, is_finished: Callable[[], bool]) -> None:
@@ -222,11 +217,7 @@ class Cell:
         return int(self.holder.epoch) + self.is_finished(), False
 
     def begin(self, *, takes_workers: bool) -> Pass:
-        """Begin a pass: set its epoch everywhere, and end the pass before.
-
-        Args:
-            takes_workers: Whether it takes the workers from the pass before.
-        """
+        """Begin a pass: set its epoch everywhere, and end the pass before."""
         epoch, by_user = self._find_next()
         last, in_loop = self.newest, self._current_of_loop is not None
         self.newest, self._entered = Pass(epoch=epoch, by_user=by_user, in_loop=in_loop), None

@@ -65,9 +65,8 @@ class _ExplainingHandler:
 def watch_workers(iterator: Any, inner: Any) -> None:
     """Explain the death of an iterator's workers, and end them when the iterator is dropped.
 
-    Args:
-        iterator: ddpsafe's iterator; its ``explain(error)`` makes the error for a dead worker.
-        inner: torch's iterator, which owns the worker processes.
+    ddpsafe's iterator makes the error for a dead worker with its ``explain(error)``; torch's (`inner`) owns
+    the worker processes.
     """
     if not workers_of(inner):
         return
@@ -217,8 +216,7 @@ def describe_shared_memory() -> str:
 def describe_memory(*, cgroup: Path = _CGROUP) -> str:
     """Describe how much memory the machine has left, the container's limit, and the OOM killer's work.
 
-    Args:
-        cgroup: The root of the processes' cgroups; in a container, the container's own cgroup.
+    `cgroup` is the root of the processes' cgroups; in a container, the container's own.
     """
     parts = [
         f"the machine has {int(line.split()[1]) / 2**10:.0f} MiB available"

@@ -109,11 +109,9 @@ class _Kind(NamedTuple):
 
     Attributes:
         package: The top-level package; it may not be installed.
-        classes: Their names.
         is_shared: Whether workers would share such an object, or copy it, if there is one.
         what: How one is called; by default by its package and class.
         severity: As in `WorkerHazard`.
-        fix: What to do instead.
         is_searched: Whether what it holds counts too, if it is harmless itself.
     """
 

@@ -71,7 +71,6 @@ class TokenPlan:
     """How a global order is cut into batches of at most `max_tokens`.
 
     Attributes:
-        max_tokens: What a batch may cost.
         batch_size: How many samples it may hold.
         window: How many samples are sorted by length together; 0 keeps the order.
         padded: Whether a batch costs its longest sample times its size.
@@ -141,7 +140,6 @@ class Segment:
 
     Attributes:
         batch: Samples per global batch.
-        delivered: How many of its batches were delivered.
         end: Position in the global order where it ends.
     """
 
@@ -193,7 +191,6 @@ class WindowPlan:
     """The global batches of an epoch, from any position on.
 
     Attributes:
-        n: How many samples the epoch has.
         batch: Samples per global batch.
         window: Global batches per window; 0 for none.
         drop_last: Whether the last, smaller global batch is dropped.
@@ -250,11 +247,8 @@ class WindowPlan:
     ) -> Iterator[NDArray[np.int64]]:
         """Yield the dataset indices of each global batch, shape (g,), int64.
 
-        Args:
-            place: Where to begin.
-            lengths: Of all samples, shape (n,).
-            order_at: Global order: positions -> indices, both shape (k,), int64.
-            seed_words: Seed and epoch.
+        `lengths` are of all samples, shape (n,); `order_at` maps positions to indices, both shape (k,),
+        int64; `seed_words` are seed and epoch.
         """
         for _ in range(self.steps(place)):
             segment, _size = self.open_segment(place)
