@@ -438,7 +438,7 @@ BUDGETS: Final = {
     "ddpsafe": (5_570, "the public names, the errors, and what all parts share"),
     "ddpsafe/_commands": (1_470, "eight commands, which parse options and print"),
     "ddpsafe/_config": (2_390, "42 fields from four sources, each problem with its place"),
-    "ddpsafe/_explain": (2_670, "reads any log once, in any launcher's form; the rules are data"),
+    "ddpsafe/_explain": (2_630, "reads any log once, in any launcher's form; the rules are data"),
     "ddpsafe/_job": (3_120, "the channel, the endpoint and the network that all parts use"),
     "ddpsafe/_launcher": (11_080, "52 rows of guarantees.md: start, watch, diagnosis, report"),
     "ddpsafe/_launcher/nodes": (5_050, "12 rows: who takes part, and one result on all nodes"),

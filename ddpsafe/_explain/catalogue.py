@@ -143,7 +143,6 @@ class Catalogue:
 
     Attributes:
         rules: Every rule, the more specific one first within a level.
-        of_code: A rule by its code.
         place: The place of a rule in their order, by its code.
         by_place: Rules for any exception raised in a certain place, if no rule matches its text.
         grams: The numbers of rules by a gram that their lines have, with the keyword that has it.

@@ -81,7 +81,6 @@ class FlightRecordings:
     """The dumps of the ranks of one job."""
 
     def __init__(self) -> None:
-        """Start without dumps."""
         self._members: dict[str, set[int]] = {}
         self._calls: dict[str, dict[int, dict[int, _Recorded]]] = {}
         self._dumped: set[int] = set()

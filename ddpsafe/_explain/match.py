@@ -34,7 +34,6 @@ class Matched:
     """What a line matches.
 
     Attributes:
-        best: The rule that says most about it.
         waiting: Rules that count only if another line follows.
         ended: Codes of causes that it takes back.
     """
@@ -48,21 +47,17 @@ class Matcher:
     """Matches lines with rules, and remembers of which rules the other line has been read.
 
     Attributes:
-        catalogue: The rules.
         completed: Codes of rules whose `also` has matched a line.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
-        """Begin a log."""
         self.catalogue = catalogue
         self.completed: set[str] = set()
 
     def candidates(self, body: str, grams: Iterable[str] | None = None) -> Iterator[LogRule]:
         """Yield the rules that may match a line, in their order.
 
-        Args:
-            body: The line.
-            grams: Those of its grams that are keys of rules; looked up if not given.
+        `grams` are those of its grams that are keys of rules; looked up if not given.
         """
         lowered, by_gram = body.lower(), self.catalogue.grams
         numbers: set[int] = set()
@@ -83,11 +78,8 @@ class Matcher:
     ) -> Matched:
         """Return what a line matches.
 
-        Args:
-            body: The line without what a launcher or a logger puts before it.
-            innermost: The call that raised the exception, if the line is one.
-            grams: See `candidates`.
-            is_exception: Whether the line is an exception, whose words are always meant.
+        The body is the line without what a launcher or a logger puts before it; `innermost` is the call that
+        raised the exception, if it is one. The words of an exception are always meant.
         """
         matched = Matched()
         for rule in self.candidates(body, grams):
@@ -138,7 +130,6 @@ class Sieve:
     _BITS: Final = 18
 
     def __init__(self, catalogue: Catalogue) -> None:
-        """Make the table."""
         import numpy as np
 
         self._np = np

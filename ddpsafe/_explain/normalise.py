@@ -136,7 +136,6 @@ class Line:
 
     Attributes:
         number: Its number, from 1.
-        text: The line.
         body: The line without what a launcher or a logger puts before it, in the usual form.
         rank: The rank that it names, if it does.
         has_local_rank: Whether that is a local_rank.
@@ -196,10 +195,7 @@ def is_talk(line: Line, before: str, following: list[str]) -> bool:
 
     It is an option, a change, a quote, or source code.
 
-    Args:
-        line: The line.
-        before: The line before it.
-        following: The lines after it, which may have the exception of a traceback without calls.
+    The lines that follow may have the exception of a traceback without calls.
     """
     if _phrase("talk").match(line.body) or (line.text.lstrip().startswith("> ") and before):
         return True
@@ -366,13 +362,11 @@ class Folds:
     """Finds lines that a terminal or a paste has broken, in a part of a log.
 
     Attributes:
-        lines: The lines of the part.
         width: The width of the longest one.
         is_paste: Whether several lines are about that long, as in a folded log.
     """
 
     def __init__(self, lines: list[bytes]) -> None:
-        """Measure the lines."""
         self.lines, self.width = lines, max(map(len, lines))
         full = sum(len(line) > self.width - _LONG_WORD_CHARS for line in lines)
         self.is_paste = full > _MAX_UNFOLDED_FULL

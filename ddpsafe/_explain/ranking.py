@@ -74,13 +74,7 @@ class Cause:
     """One explanation of a log.
 
     Attributes:
-        code: Its code in the catalogue.
-        kind: The failure kind.
         level: How much its lines prove.
-        retry: Whether trying again can help.
-        cause: What happened.
-        fix: What to do.
-        page: Its documentation.
         rank: The rank of the first line that shows it and names one; ``None`` if no line does.
         evidence: The first lines that show it, as ``(line number from 1, text)``; number 0 means
             a report of ddpsafe.
@@ -168,7 +162,6 @@ class Findings:
     """The causes that the lines of a log show, in the order of `causes`."""
 
     def __init__(self, catalogue: Catalogue) -> None:
-        """Begin a log."""
         self._catalogue = catalogue
         self._causes: dict[str, Cause] = {}
         self._waiting: dict[str, Cause] = {}  # of rules that need another line, too
@@ -368,9 +361,7 @@ class Findings:
     def causes(self, completed: set[str], tail: Tail) -> list[Cause]:
         """Return the causes, most likely first; noise only if there is nothing else.
 
-        Args:
-            completed: Codes of rules whose other line has been read.
-            tail: What the end of the log shows.
+        `completed` are the codes of rules whose other line has been read.
         """
         noted = [*self._causes.values(), *([self._lone] if self._lone else [])]
         noted += [cause for code, cause in self._waiting.items() if code in completed]

@@ -92,16 +92,13 @@ class RuleTable(BaseModel):
 
 
 class RuleFile:
-    """A file of rules that was read.
+    """A file of rules that was read, each rule checked alone.
 
     Attributes:
-        path: Its path.
         tables: Its rules that are right, by their number among all of the file.
-        problems: What is wrong with it.
     """
 
     def __init__(self, path: Path) -> None:
-        """Read it and check each rule alone."""
         self.path = path
         self.tables: dict[int, RuleTable] = {}
         self.problems: list[ConfigProblem] = []
@@ -275,10 +272,7 @@ def check_together(
 ) -> list[ConfigProblem]:
     """Return what is wrong with rules beside each other: their codes and examples.
 
-    Args:
-        files: Their files.
-        catalogue: All rules, with those of the files.
-        known: Codes that the files may not use again.
+    The codes `known` may not be used again; the catalogue has the rules of the files, too.
     """
     problems: list[ConfigProblem] = []
     places = dict.fromkeys(known, "ddpsafe")

@@ -79,7 +79,6 @@ class Tracebacks:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
         self.is_open = False
         self.skips_calls = False
         self._of_rank: dict[int | None, Traceback] = {}
@@ -167,9 +166,7 @@ FIX_OF_USER: Final = "Fix that line: print what goes into it, on this rank and o
 def read_calls(calls: tuple[str, ...], catalogue: Catalogue) -> tuple[str, str]:
     """Return what raised an exception that no rule matches, and what to do.
 
-    Args:
-        calls: The calls of its traceback, the innermost last.
-        catalogue: Which has the meanings of calls.
+    The calls of its traceback end with the innermost.
     """
     for call in reversed(calls):
         for stage in catalogue.stages:
