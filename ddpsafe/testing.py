@@ -84,8 +84,6 @@ class _Outcome:
     """The outcome of one test in its ranks.
 
     Attributes:
-        world_size: Number of ranks.
-        error: The error of the launch, if it failed.
         report: The rank and the report that stand for the test, see `find_report`.
         from_ranks: What each rank wrote about the test, by rank.
         output: Title and text of each rank's output.
@@ -309,7 +307,6 @@ class _Server:
     """The fork server of this session's ranks, which ends with this process."""
 
     def __init__(self, config: pytest.Config) -> None:
-        """Start nothing before the first test."""
         self._config = config
         self._collection = ""
 
