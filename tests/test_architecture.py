@@ -449,7 +449,7 @@ BUDGETS: Final = {
         "a save that survives any kill, its verification, and states in memory",
     ),
     "ddpsafe/data": (7_030, "each sample once, and an exact resume"),
-    "ddpsafe/doctor": (9_390, "checks of one host, and of all pairs of hosts"),
+    "ddpsafe/doctor": (9_220, "checks of one host, and of all pairs of hosts"),
     "tests": (3_160, "what is true of all parts"),
     "tests/checkpoint": (3_500, "the folder of the same name"),
     "tests/config": (1_090, "the folder of the same name"),

@@ -48,10 +48,8 @@ def examine_host(
 ) -> list[Finding]:
     """Run the checks and return their findings, in the order of the checks.
 
-    Args:
-        subject: What to examine.
-        checks: ``"all"``, ``"launch"``, or names of areas.
-        on_progress: Called with one line for each area.
+    The checks are ``"all"``, ``"launch"``, or names of areas. `on_progress` is called with one line for each
+    area.
     """
     chosen = launch_checks() if checks == "launch" else all_checks()
     if checks not in ("launch", "all"):
@@ -201,17 +199,9 @@ def examine_nodes(
 ) -> Report:
     """Examine only the connections between nodes whose ranks share a store already.
 
-    Args:
-        store: Their store, with a key prefix of its own.
-        config: The job's configuration.
-        nnodes: The number of nodes.
-        node_rank: The rank of this node.
-        endpoint: Where the store listens, ``host:port``.
-        backend: The backend of the job, with "auto" resolved.
-        timeout: How long to wait for missing nodes.
-
-    Returns:
-        The findings, the same on every node except for `hostname`.
+    The store has a key prefix of its own, the endpoint (``host:port``) is where it listens, and "auto" is
+    resolved in the backend. `timeout` is how long to wait for missing nodes. The report is the same on
+    every node except for `hostname`.
     """
     from ddpsafe.doctor._mesh import examine_at_store
 

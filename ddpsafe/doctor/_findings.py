@@ -230,12 +230,8 @@ def require_healthy(
 ) -> None:
     """Raise if the report has a finding that will break the job.
 
-    Args:
-        report: The doctor's report.
-        who: Subject and verb of the message, e.g. "the nodes of this job are"; by default this
-            host.
-        outcome: What did not happen because of it.
-        speaks: Whether this process logs the warnings, so that only one of the host does.
+    `who` is subject and verb of the message, e.g. "the nodes of this job are"; by default this host.
+    `outcome` is what did not happen because of it. Only one process of a host `speaks`: it logs the warnings.
 
     Raises:
         PreflightError: There is such a finding.

@@ -29,7 +29,6 @@ class Subject:
     """What the checks examine.
 
     Attributes:
-        config: The job's configuration.
         env: The variables its ranks would have: those of this process, overridden by the config's.
         nproc: Ranks on this node, as far as is known without torch.
         at_launch: Whether a launch waits for the checks. Their thresholds are then those that break

@@ -66,8 +66,7 @@ __all__ = ["Job", "examine", "examine_at_store"]
 def examine(job: Job) -> Examined:
     """Examine the connections between the nodes of a job; every node calls it.
 
-    Returns:
-        The findings, the same on every node that reached the endpoint, and the matrix.
+    Returns the findings, the same on every node that reached the endpoint, and the matrix.
     """
     return _run(_serve(job) if job.node_rank == 0 else _join(job))
 
@@ -75,14 +74,9 @@ def examine(job: Job) -> Examined:
 def examine_at_store(job: Job, store: Keys) -> Examined:
     """Examine like `examine`, on nodes that already share a torch store.
 
-    One rank of each node calls it. It does not end with an all-reduce: the job's own comes next.
-
-    Args:
-        job: Its endpoint is where the store listens; the route to it is taken as the route to the others.
-        store: The store, with a key prefix that nothing else uses and no earlier examination used.
-
-    Returns:
-        As `examine` does.
+    One rank of each node calls it. It does not end with an all-reduce: the job's own comes next. The endpoint
+    is where the store listens; the route to it is taken as the route to the others. The store has a key
+    prefix that nothing else uses and no earlier examination used.
     """
     return _run(_examine_over_store(replace(job, collective="skip", at_store=True), store))
 

@@ -49,7 +49,6 @@ class Request:
     """Node rank 0's request to take part in an all-reduce.
 
     Attributes:
-        address: The address of its store.
         port: The port of its store; 0 if there is no all-reduce.
     """
 
@@ -122,11 +121,7 @@ def _result(value: Json) -> Reduced:
 async def participate(job: Job, transport: Transport, request: Request, own: Node) -> None:
     """Take part in the all-reduce if node rank 0 requests one.
 
-    Args:
-        job: The examination.
-        transport: The transport to node rank 0, which receives the result.
-        request: The request of node rank 0.
-        own: This node.
+    Node rank 0 receives the result.
     """
     if not request.port:
         return
@@ -153,13 +148,10 @@ class _ReducingRank:
     """What this host's rank has reported.
 
     Attributes:
-        imported: Whether it has imported torch.
         port: The port of the store that it serves; 0 before that.
-        result: Its result, once it has one.
     """
 
     def __init__(self) -> None:
-        """Start without any report."""
         self.imported = False
         self.port = 0
         self.result: Reduced | None = None
@@ -196,10 +188,7 @@ class _ReducingRank:
 async def _started_rank(job: Job, own: Node, request: Request) -> AsyncIterator[_ReducingRank]:
     """Run this host's rank in a process, which is killed when the block ends.
 
-    Args:
-        job: The examination.
-        own: This node.
-        request: The request, with the store's address; without a port, the process serves the store.
+    It serves the store if the request has no port.
     """
     arguments = {
         "rank": job.node_rank,

@@ -65,19 +65,13 @@ async def _close(channel: Channel[Any, Said]) -> None:
 
 
 class Client(Transport):
-    """The transport of every node except node rank 0.
-
-    Args:
-        channel: The channel to node rank 0.
-        address: Where it is.
+    """The transport of every node except node rank 0; it receives from the start.
 
     Attributes:
         coordinator_hostname: The host name of node rank 0, once it has answered.
-        coordinator_address: Its address.
     """
 
     def __init__(self, channel: Channel[int, Said], address: str) -> None:
-        """Start to receive."""
         self.coordinator_hostname = ""
         self.coordinator_address = address
         self._channel = channel
@@ -150,10 +144,6 @@ class Client(Transport):
 class Server(Transport):
     """The transport of node rank 0.
 
-    Args:
-        own: The greeting of node rank 0 itself.
-        secret: The secret of all nodes; empty if there is none.
-
     Attributes:
         nonce: Identifies this run of node rank 0.
         peers: Host name and address of every accepted node, by node rank.
@@ -162,7 +152,6 @@ class Server(Transport):
     _channel: Channel[str, Said]
 
     def __init__(self, own: Greeting, *, secret: str = "") -> None:
-        """Start without any value."""
         self.nonce = secrets.token_hex(16)
         self.peers: dict[int, tuple[str, str]] = {}
         self._own = own

@@ -55,12 +55,10 @@ _ENDPOINT_CHECK_PAUSE_S: Final = 0.5
 class EndpointServer:
     """Node rank 0's server at the endpoint, and whether the endpoint leads to it.
 
-    Args:
-        job: What is examined.
+    It does not listen at first.
     """
 
     def __init__(self, job: Job) -> None:
-        """Create the server, which does not listen yet."""
         self._job = job
         self._greeting = job.greeting()
         self.server = Server(self._greeting, secret=job.secret)
@@ -124,11 +122,7 @@ class OtherCoordinatorError(Exception):
 class Coordinator:
     """Node rank 0 of one examination.
 
-    Args:
-        job: What is examined.
-        transport: The transport to the other nodes.
-        local_node: This node's part in the mesh.
-        at_endpoint: The server at the endpoint; None if the nodes use a store.
+    It has no server at the endpoint if the nodes use a store.
     """
 
     def __init__(
@@ -139,7 +133,6 @@ class Coordinator:
         *,
         at_endpoint: EndpointServer | None = None,
     ) -> None:
-        """Start without any node."""
         self._job = job
         self._transport = transport
         self._local_node = local_node

@@ -35,10 +35,8 @@ class Job:
     """One examination, as one node sees it.
 
     Attributes:
-        nnodes: The number of nodes.
         node_rank: The rank of this node, from 0; node rank 0 runs on the endpoint's host.
         host: The endpoint's host, which every node can reach.
-        port: The endpoint's port.
         interface: ``Rendezvous.interface``: a name, ``"auto"``, or None for the library's choice.
         backend: The job's backend, with "auto" resolved. One that contains ``nccl`` follows NCCL's
             rules, all others gloo's.

@@ -86,12 +86,9 @@ async def announce(
 ) -> Announced:
     """Find the address that the backend would announce on this host.
 
-    Args:
-        backend: torch's name; one that contains ``nccl`` follows NCCL's rules, all others gloo's.
-        interface: ``Rendezvous.interface``: a name, ``"auto"``, or None to leave it to the library.
-        env: The environment of the ranks; a variable that the user has set takes precedence.
-        towards: Addresses of the endpoint.
-        places: Where variables of the ranks were set.
+    A backend that contains ``nccl`` follows NCCL's rules, all others gloo's. The interface is a name,
+    ``"auto"``, or None to leave it to the library, but a variable that the user has set takes precedence.
+    `towards` are addresses of the endpoint, and `places` is where variables of the ranks were set.
     """
     host = _Host(interfaces=list_interfaces(), fallback=_plain(find_address_towards(towards) or ""))
     uses_nccl = "nccl" in backend
@@ -136,7 +133,6 @@ class _Host:
     """The addresses of this host, and what it announces for a choice among them.
 
     Attributes:
-        interfaces: Its interfaces.
         fallback: Its address that leads to the endpoint, for an unusable choice; empty if there is none.
     """
 
@@ -211,14 +207,9 @@ _MOST_AT_ONCE: Final = 256
 
 
 class LocalNode:
-    """This node's part in an examination.
-
-    Args:
-        job: The examination.
-    """
+    """This node's part in an examination; it does not listen at first."""
 
     def __init__(self, job: Job) -> None:
-        """Create the node, which does not listen yet."""
         self._job = job
         self._token = secrets.token_hex(16)
         self._listener = Listener(token=self._token, secret=job.secret, nnodes=job.nnodes)
@@ -228,8 +219,7 @@ class LocalNode:
     async def introduce(self, towards: Sequence[str]) -> Node:
         """Start to listen where the ranks would, and describe this node.
 
-        Args:
-            towards: Addresses of the endpoint.
+        `towards` are addresses of the endpoint.
         """
         job = self._job
         announced = await announce(

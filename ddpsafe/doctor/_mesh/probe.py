@@ -41,7 +41,6 @@ class Call:
     """The first message of a dialler.
 
     Attributes:
-        source: Its node rank.
         challenge: A nonce that only the dialled node can answer.
     """
 
@@ -62,14 +61,10 @@ def _proof(call: Call, token: str, secret: str) -> str:
 class Listener:
     """Answers the other nodes on one ephemeral port.
 
-    Args:
-        token: Proves the identity of this node.
-        secret: The secret of all nodes; empty if there is none.
-        nnodes: The number of nodes.
+    The token proves the identity of this node. The secret is empty if the nodes have none.
     """
 
     def __init__(self, *, token: str, secret: str, nnodes: int) -> None:
-        """Start without any call."""
         self.received_bytes: dict[int, int] = {}
         self._token = token
         self._secret = secret
@@ -189,11 +184,8 @@ async def dial(
 ) -> Dialled:
     """Open a connection to a node as a rank of this host would, and return the outcome.
 
-    Args:
-        source: Node rank of this host.
-        contact: The other node.
-        secret: The secret of all nodes; empty if there is none.
-        mtu_bytes: The MTU of the interface that the connection leaves by.
+    The MTU is that of the interface that the connection leaves by; the secret is empty if the nodes have
+    none.
     """
     started_s = time.monotonic()
     if not contact.address or not contact.port:

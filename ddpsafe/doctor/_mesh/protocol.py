@@ -123,9 +123,6 @@ class Greeting:
 
     Attributes:
         version: The protocol version; doctors of different versions refuse each other.
-        nnodes: The number of nodes of its job.
-        node_rank: Its node rank.
-        hostname: Its host name.
         pid: The process ID of its doctor, which distinguishes two on one host.
         job: The launcher's variables that identify the job; empty if there are none.
     """
@@ -146,8 +143,6 @@ class Rejected:
     """A node that was refused.
 
     Attributes:
-        reason: Why.
-        greeting: Its greeting.
         holder: The host that already has its node rank, if that is the reason.
         holder_pid: The process there.
     """
@@ -210,9 +205,7 @@ class Facts:
     """What should be the same on all hosts: the sections of a fingerprint that are compared.
 
     Attributes:
-        versions: Package versions, by name.
         env: Variables of the ranks, with secrets hidden.
-        driver: The version of the NVIDIA driver.
         infiniband: State, rate and kind of each InfiniBand port, by device and number.
         data_paths: A summary of each of ``data_paths``, by its name in the configuration.
         config: The settings that have to be the same on all nodes.
@@ -233,16 +226,12 @@ class Node:
     """The registration of one node.
 
     Attributes:
-        node_rank: Its node rank.
-        hostname: Its host name.
         machine: The same for nodes on one host and in one network namespace.
         announced: The address its ranks would listen on, and what chose it.
         port: Where it listens now on that address; 0 if it cannot.
         token: Proves its identity to nodes that dial it.
-        mtu_bytes: The MTU of the interface.
         interfaces: The addresses of every running interface except loopback, with their networks.
         port_range: The first and last ephemeral port of its system.
-        has_torch: Whether torch is installed there.
         source: Its own address from which it reaches the endpoint.
         endpoint: The endpoint's address that it dialled or, on node rank 0, resolved.
         facts: What is compared with the other nodes.
@@ -297,7 +286,6 @@ class Node:
         )
 
     def __str__(self) -> str:
-        """Return its name as in messages."""
         return f"{self.hostname} (node rank {self.node_rank})"
 
 
@@ -322,7 +310,6 @@ class Roster:
     """The nodes that joined, as node rank 0 sends them to all; it determines which node dials which.
 
     Attributes:
-        nnodes: How many nodes were expected.
         contacts: The nodes that joined, by node rank.
         seed: Determines the random part of the plan.
         clock_s: The clock of node rank 0, in seconds since 1970.
@@ -363,7 +350,6 @@ class Attendance:
 
     Attributes:
         came: How many nodes have joined.
-        nnodes: How many nodes were expected.
         missing: Some of the missing nodes.
         names: Their host names, if Slurm provides them.
         waited_s: How long it has waited.
@@ -378,7 +364,6 @@ class Attendance:
     total_s: Seconds
 
     def __str__(self) -> str:
-        """Return a progress line."""
         named = ", ".join(self.names.get(rank) or str(rank) for rank in self.missing)
         return (
             f"{self.came} of {self.nnodes} nodes have joined; waiting for node rank {named}, "
@@ -390,9 +375,6 @@ class FilterChain(NamedTuple):
     """A chain of a host's own packet filter that blocks some packets.
 
     Attributes:
-        family: ``inet``, ``ip`` or ``ip6``.
-        table: The name of its table.
-        name: Its own name.
         hook: Whether it filters incoming or outgoing packets.
     """
 
@@ -406,10 +388,8 @@ class Route(NamedTuple):
     """The route of packets to another node that do not leave by the announced interface.
 
     Attributes:
-        target: That node.
         interface: Where they leave; empty if a route or rule of the host rejects them.
         prefix: The destination of the route; empty if unknown.
-        table: The routing table of the route.
     """
 
     target: Rank
@@ -430,11 +410,8 @@ class Dialled(NamedTuple):
     """The outcome of one connection.
 
     Attributes:
-        target: The node that was dialled.
-        result: The outcome.
         latency_s: Round trip of a small packet.
         bandwidth_bytes_per_s: A rough value from one burst.
-        reason: What else is known.
         error: Name of the system's error, e.g. ``ECONNREFUSED``.
         took_s: Time until the outcome was known.
         retransmits: Consecutive retransmissions of the last packet, if large ones were lost.
@@ -516,7 +493,6 @@ class Reduced:
     Attributes:
         error: The error of torch; empty if it succeeded.
         took_s: How long it took, including the start of the process group.
-        backends: The backends that were tried.
     """
 
     error: Text = ""

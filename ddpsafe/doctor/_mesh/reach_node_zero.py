@@ -46,10 +46,8 @@ class Obstacle:
     """Why node rank 0 was not reached.
 
     Attributes:
-        trouble: The kind of trouble.
         said: What the system or the other side reported.
         addresses: What the endpoint's name resolves to here.
-        waited_s: How long it was tried.
         holder: The host that has this node's rank, or whose job answers.
     """
 
@@ -79,16 +77,8 @@ async def reach_coordinator(
 ) -> Client | Refused | Obstacle:
     """Introduce this node to node rank 0, which may start later than this node.
 
-    Args:
-        host: The endpoint's host.
-        port: The endpoint's port.
-        greeting: The greeting of this node.
-        secret: The secret of all nodes; empty if there is none.
-        deadline: When to give up.
-        on_trouble: Called with the obstacle of each failed try.
-
-    Returns:
-        The transport (within `Refused` if this node is refused), or the last obstacle.
+    `on_trouble` is called with the obstacle of each failed try. Returns the transport (within `Refused` if
+    this node is refused), or the last obstacle.
     """
     pause_s = 0.05
     give_up = _deadlines_to_give_up()

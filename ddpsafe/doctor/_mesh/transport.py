@@ -79,18 +79,10 @@ async def gather(
     deadline: Deadline,
     on_change: Callable[[Collection[int]], None] = lambda _: None,
 ) -> dict[int, Json]:
-    """Wait for the values of several nodes under a topic.
+    """Wait for the values of several nodes under a topic, and return them by node rank.
 
-    Args:
-        transport: The transport.
-        topic: The topic.
-        node_ranks: The nodes that are expected to send one.
-        deadline: When to stop waiting.
-        on_change: Called with the missing nodes, at the start and whenever they change.
-
-    Returns:
-        The values by node rank, once all have arrived, all missing nodes have disconnected, or the
-        deadline has expired.
+    The wait ends once all have arrived, all missing nodes have disconnected, or the deadline has expired.
+    `on_change` is called with the missing nodes, at the start and whenever they change.
 
     Raises:
         TransportLostError: The transport itself was lost.
@@ -145,14 +137,10 @@ _STORE_LIMIT: Final = timedelta(seconds=10)
 class StoreTransport(Transport):
     """The transport of one node over a torch store.
 
-    Args:
-        store: The store, with a key prefix that no other examination has used.
-        node_rank: The rank of this node.
-        nnodes: The number of nodes.
+    The store has a key prefix that no other examination has used.
     """
 
     def __init__(self, store: Keys, *, node_rank: int, nnodes: int) -> None:
-        """Keep the store."""
         self._store = store
         self._node_rank = node_rank
         self._readable = range(nnodes) if node_rank == 0 else range(1)

@@ -14,7 +14,6 @@ class Port:
     """One port.
 
     Attributes:
-        device: Its device, such as ``mlx5_0``.
         state: ``ACTIVE``, the only state in which it carries data, or ``DOWN``, ``INIT``, ``ARMED``.
         rate: Such as ``200 Gb/sec (4X HDR)``.
         layer: ``InfiniBand``, or ``Ethernet`` with RoCE.

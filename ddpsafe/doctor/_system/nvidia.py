@@ -32,7 +32,6 @@ class Health:
         index: As nvidia-smi counts, regardless of CUDA_VISIBLE_DEVICES.
         name: Model.
         compute_mode: 0 default, 2 prohibited, 3 one process only.
-        total_bytes: Memory.
         used_bytes: Memory in use by any process.
         pids: Compute processes on it.
         uncorrected_errors: Uncorrectable memory errors since the driver was loaded.

@@ -139,7 +139,6 @@ class FoundRoute(NamedTuple):
     Attributes:
         interface: Where they leave; empty if a route or rule rejects them.
         prefix: The destination of the route; empty if the kernel does not report it.
-        table: The routing table of the route.
     """
 
     interface: str
@@ -150,12 +149,8 @@ class FoundRoute(NamedTuple):
 def find_route(address: str, source: str = "") -> FoundRoute | None:
     """Return what the kernel does with packets to an address, like `ip route get fibmatch`.
 
-    Args:
-        address: Their destination.
-        source: Their source address, on which routing rules may depend.
-
-    Returns:
-        The route, or None if the system does not report it.
+    The source address is given because routing rules may depend on it. Returns None if the system does not
+    report the route.
     """
     family = family_of(address)
     ends = [(_DST, address)] + ([(_SRC, source)] if (":" in source) is (":" in address) else [])

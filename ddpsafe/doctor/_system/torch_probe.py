@@ -35,7 +35,6 @@ class TorchProbe:
     """A process that imports torch and tries the GPUs while other checks run."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
-        """Start the process."""
         self._lines = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as above
         self._process = subprocess.Popen(  # noqa: S603 - our own program

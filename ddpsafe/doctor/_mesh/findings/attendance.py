@@ -33,13 +33,7 @@ def describe_obstacle(
 ) -> Finding:
     """Return the finding on what kept this node from node rank 0.
 
-    Args:
-        obstacle: What it was.
-        host: The endpoint's host.
-        port: The endpoint's port.
-        node_rank: The rank of this node.
-        nnodes: The number of nodes.
-        chains: The chains of this host's packet filter; None if they were not or cannot be read.
+    The chains of this host's packet filter are None if they were not or cannot be read.
     """
     own_name = socket.gethostname()
     here = f"{own_name} (node rank {node_rank} of {nnodes})"

@@ -47,7 +47,6 @@ class Group:
             two hosts; ``one-way``: one of them.
         nodes: The hosts that explain it; for ``split`` the smaller side; for ``pair`` and
             ``one-way`` the dialling host, then the listening one.
-        ways: The directions.
     """
 
     shape: Shape
@@ -61,11 +60,9 @@ class Group:
 
 
 def group_ways(blocked: Collection[Way], tried: Collection[Way]) -> list[Group]:
-    """Explain blocked directions with as few hosts as possible.
+    """Explain directions that failed, all in the same way, with as few hosts as possible.
 
-    Args:
-        blocked: The directions that failed, all in the same way.
-        tried: All directions that were tried, including these.
+    `tried` are all directions that were tried, these included.
     """
     left = set(blocked)
     if not left:
@@ -139,9 +136,7 @@ _LEAST_RESENT: Final = 8
 def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Iterator[Finding]:
     """Check the connections that were tried.
 
-    Args:
-        results: Everything that was collected.
-        explained: Directions that other findings explain already.
+    Other findings explain the directions in `explained` already.
     """
     tried = {way: dialled for way, dialled in results.connections().items() if way not in explained}
     if not tried:
@@ -218,10 +213,7 @@ def _lacks_route(outcomes: Mapping[Way, Dialled]) -> bool:
 def _where(results: Results, group: Group, doing: str) -> str:
     """Return a sentence on which directions are affected.
 
-    Args:
-        results: What the nodes have measured.
-        group: The directions.
-        doing: What fails, up to the preposition before the other host, e.g. ``"connect to"``.
+    `doing` is what fails, up to the preposition before the other host, e.g. ``"connect to"``.
     """
     verb, _, preposition = doing.rpartition(" ")
     names = _several(results, group.nodes)

@@ -39,7 +39,6 @@ class Difference:
     """One fact that is not the same everywhere.
 
     Attributes:
-        name: The fact.
         usual: What most hosts have.
         odd: What the others have, by node rank.
     """
@@ -110,11 +109,7 @@ class _Comparison:
     """Facts that have to be the same on all hosts, and what to report if they are not.
 
     Attributes:
-        code: The code of the finding.
         title: How its fact begins.
-        sections: The sections of the facts.
-        cause: The most likely cause.
-        fix: What to do.
         line: Makes the line to copy below it.
         breaks: Tells whether these differences break a job.
     """

@@ -24,10 +24,8 @@ class Opening:
     """What a host's packet filter has to allow.
 
     Attributes:
-        host: The host.
         hook: Whether its incoming or outgoing packets are blocked.
         replies: Whether these are the replies of the connections.
-        peers: The nodes at the other end.
         chains: The chains that may block them; empty if unknown.
     """
 
@@ -53,12 +51,7 @@ class Opening:
 def find_openings(results: Results, ways: Iterable[Way]) -> list[Opening]:
     """Find the packet filters that may block closed directions.
 
-    Args:
-        results: Everything that was collected.
-        ways: The directions.
-
-    Returns:
-        What to open; nothing if both hosts of every direction are known not to filter.
+    There are none if both hosts of every direction are known not to filter.
     """
     blocked: dict[tuple[int, Hook, bool], set[int]] = defaultdict(set)
     for source, target in ways:
@@ -100,12 +93,8 @@ def describe_chain(chain: FilterChain) -> str:
 def allow(chain: FilterChain, origin: str, first: int, last: int, side: str = "dport") -> str:
     """Return the command that allows packets of a port range in a chain.
 
-    Args:
-        chain: A chain of the host's packet filter.
-        origin: The peers' addresses or network; empty for all.
-        first: The first port.
-        last: The last port.
-        side: ``dport`` if the ports are the destination, ``sport`` if they are the source.
+    `origin` are the peers' addresses or network; empty for all. The side is ``dport`` if the ports are the
+    destination, ``sport`` if they are the source.
     """
     # firewalld replaces its table whenever it is reloaded, so a rule of nft would not stay.
     if chain.table == "firewalld" and chain.hook == "input":
@@ -245,12 +234,8 @@ def interface_in(node: Node, network: str) -> str | None:
 def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str]] | None:
     """Return a sentence and the lines that make all hosts announce addresses of one network.
 
-    Args:
-        results: Everything that was collected.
-        odd: The hosts whose announced address is of no use.
-
-    Returns:
-        None if no network connects all hosts.
+    `odd` are the hosts whose announced address is of no use. Returns None if no network
+    connects all hosts.
     """
     nodes = [results.nodes[rank] for rank in sorted(results.nodes)]
     fine = {node.network for node in nodes if node not in odd}

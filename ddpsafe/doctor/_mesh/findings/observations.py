@@ -58,7 +58,6 @@ class AllReduce:
 
     Attributes:
         skipped: Why it was skipped; empty if it was tried.
-        said: The nodes' results, by node rank.
         late: Nodes that did not import torch in time.
         stuck: Nodes that did import it but have no result.
     """
@@ -74,7 +73,6 @@ class Peer:
     """Where a node connected from.
 
     Attributes:
-        hostname: Its own host name.
         address: Its address as node rank 0 sees it.
     """
 
@@ -89,21 +87,15 @@ class Results:
     Attributes:
         nnodes: How many nodes were expected.
         backend: The backend whose rules the addresses follow.
-        host: The endpoint's host, as given.
-        port: The endpoint's port.
-        nodes: The nodes that joined, by node rank.
-        reports: Their reports on the connections, by node rank.
         names: Host names by node rank, if Slurm provides them.
         peers: Where every accepted node connected from, by node rank.
         garbled: Nodes that sent an invalid message, with its topic.
         seed: Determines, with the nodes, which node dialled which.
         only_closed: Whether the reports omit open directions, because there are too many of them.
         waited_s: How long node rank 0 waited for the nodes.
-        rejected: Nodes that were refused.
         obstacle: What answers at the endpoint, if that is not node rank 0.
         other_coordinator: Another host that is node rank 0 and that the endpoint leads to.
         at_store: Whether the nodes exchange messages over the job's store, not at the endpoint.
-        all_reduce: The outcome of the all-reduce.
     """
 
     nnodes: Annotated[int, Strict(), Field(ge=1, le=MOST_NODES)]
