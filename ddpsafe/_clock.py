@@ -28,7 +28,6 @@ class AwakeClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Start with the monotonic clock's reading."""
         self._now = now
         self._suspended_s = 0.0
         self._last_s = now()
@@ -42,8 +41,7 @@ class AwakeClock:
     def note_wait(self, asked_s: float) -> bool:
         """Note the end of a wait; return whether this process was suspended since the previous one.
 
-        Args:
-            asked_s: The longest time that the wait could have taken, in seconds.
+        `asked_s` is the longest time that the wait could have taken, in seconds.
         """
         self._advance(asked_s)
         was_suspended, self._was_suspended = self._was_suspended, False
@@ -62,7 +60,6 @@ class HeldClock:
     """A clock that stands still until it is released: time before that counts for no deadline."""
 
     def __init__(self) -> None:
-        """Stand still."""
         self._released_s: float | None = None
 
     def release(self) -> None:
@@ -134,18 +131,12 @@ T = TypeVar("T")
 class BoundedCall(Generic[T]):
     """A call in its own daemon thread, so that the caller can stop waiting for it.
 
-    ``stat`` on a dead network mount and ``getaddrinfo`` without a name server cannot be interrupted.
-    The caller continues, and the thread stays with the call until that returns. The process does not
-    wait for the thread at exit.
+    ``stat`` on a dead network mount and ``getaddrinfo`` without a name server cannot be interrupted. The
+    caller continues, and the thread stays with the call until that returns. The process does not wait for the
+    thread at exit. The function must do no harm after the caller has given up; the name is for stack dumps.
     """
 
     def __init__(self, function: Callable[[], T], *, name: str) -> None:
-        """Start the call.
-
-        Args:
-            function: What to call; it must do no harm after the caller has given up.
-            name: Name of the thread, for stack dumps.
-        """
         self._function = function
         self._outcome: list[T] = []
         self._error: BaseException | None = None

@@ -139,7 +139,6 @@ class DDPSafeError(Exception):
         self.explanation = explanation
 
     def __str__(self) -> str:
-        """Render the explanation."""
         return encodable(self.explanation.what) if self.is_quoted else str(self.explanation)
 
     def add_details(self, *lines: str) -> None:
@@ -233,7 +232,6 @@ class ConfigError(DDPSafeError, ValueError):
         problems: Sequence[ConfigProblem] = (),
         rank: int | None = None,
     ) -> None:
-        """Keep the explanation and the facts."""
         super().__init__(explanation)
         self.problems: tuple[ConfigProblem, ...] = tuple(problems)
         self.rank = rank
@@ -258,7 +256,6 @@ class MismatchError(DDPSafeError, ValueError):
         name: str = "",
         origin: Origin = "mismatch",
     ) -> None:
-        """Keep the explanation and the facts."""
         super().__init__(explanation)
         self.origin = origin
         self.ranks = tuple(ranks)
@@ -282,7 +279,6 @@ class PreflightError(DDPSafeError):
         report: object = None,
         kind: FailureKind = "config",
     ) -> None:
-        """Keep the explanation and the report behind it."""
         super().__init__(explanation)
         self.report = report
         self.kind = kind
@@ -317,7 +313,6 @@ class LaunchError(DDPSafeError):
     is_of_retried_type: bool = False
 
     def __init__(self, explanation: Explanation | str, **facts: Unpack[LaunchFacts]) -> None:
-        """Keep the explanation and the facts of the launch."""
         super().__init__(explanation)
         self.attempt = facts.get("attempt", 1)
         self.attempts = facts.get("attempts", 1)
@@ -347,7 +342,6 @@ class PreemptedError(LaunchError):
         unfinished_ranks: Sequence[int] = (),
         **facts: Unpack[LaunchFacts],
     ) -> None:
-        """Keep what the ranks returned."""
         super().__init__(explanation, **facts)
         self.values: dict[int, object] = dict(values or {})
         self.unfinished_ranks = tuple(unfinished_ranks)
@@ -377,7 +371,6 @@ class NodeLostError(LaunchError):
         why: str = "",
         **facts: Unpack[LaunchFacts],
     ) -> None:
-        """Keep which node it was."""
         super().__init__(explanation, **facts)
         self.node_rank = node_rank
         self.hostname = hostname
@@ -408,7 +401,6 @@ class RankFailedError(LaunchError):
         exit_code: int = 1,
         **facts: Unpack[LaunchFacts],
     ) -> None:
-        """Keep the facts of the rank that broke."""
         super().__init__(explanation, **facts)
         self.rank = rank
         self.local_rank = local_rank
@@ -463,7 +455,6 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
         stacks: Mapping[int, str] | None = None,
         **facts: Unpack[LaunchFacts],
     ) -> None:
-        """Keep which ranks were missing and where all ranks were."""
         super().__init__(explanation, **facts)
         self.setting = setting or type(self).setting
         self.waited_s = waited_s
@@ -530,9 +521,7 @@ def from_plain(plain: Mapping[str, Any], **local: object) -> DDPSafeError:
     It is of the first of their classes that is known here: a subclass of a user's is not, nor one of
     ``ddpsafe.checkpoint`` where that is not imported.
 
-    Args:
-        plain: What `to_plain` returned, in this or another process.
-        **local: This process's own facts: `outcomes`, `run_dir`, `values`.
+    `local` are this process's own facts: `outcomes`, `run_dir`, `values`.
 
     Raises:
         ValueError: They describe no error of ddpsafe.

@@ -55,11 +55,6 @@ class VisibleGpus:
     """The GPUs that one rank sees, and the backend requested for it.
 
     Attributes:
-        rank: The rank.
-        node_rank: Its node.
-        host: Its host.
-        local_rank: Its number on its host.
-        local_world_size: Number of ranks on its host.
         backend: The requested backend, or ``auto``.
         uuids: An identifier for each GPU that it sees, in CUDA's order; equal for the same GPU.
     """
@@ -124,8 +119,7 @@ def are_shared() -> bool:
 def assign(ranks: Sequence[VisibleGpus]) -> Assignment:
     """Assign each rank its own GPU, or all ranks the CPU.
 
-    Args:
-        ranks: The GPUs that every rank of the job sees, ordered by rank.
+    `ranks` has all of the job, ordered by rank.
 
     Raises:
         ConfigError: Different backends are requested, only some ranks see GPUs, or two ranks would
@@ -195,8 +189,7 @@ def _index(rank: VisibleGpus) -> int:
 def count_visible(env: Mapping[str, str]) -> int:
     """Count the GPUs that a rank sees, without initialising CUDA in this process.
 
-    Args:
-        env: Variables of the rank, in addition to those of this process.
+    `env` are variables of the rank, in addition to those of this process.
     """
     setting = env.get(VISIBLE)
     if "torch" not in sys.modules:  # its import takes a second or more
@@ -221,10 +214,7 @@ def count_visible(env: Mapping[str, str]) -> int:
 def sees_none(build: Mapping[str, Any], visible: str | None, *, has_driver: bool) -> bool:
     """Return whether torch certainly sees no GPU, without importing it.
 
-    Args:
-        build: The facts of torch's build; see `read_build`.
-        visible: ``CUDA_VISIBLE_DEVICES``, if it is set.
-        has_driver: Whether NVIDIA's driver may be installed.
+    `build` is from `read_build`, and `visible` is ``CUDA_VISIBLE_DEVICES``, if it is set.
     """
     if not {"__version__", "cuda", "hip"} <= build.keys():
         return False
@@ -270,9 +260,7 @@ def count_named(text: str, *, present: int | None) -> int:
     and text after a number is ignored. The first invalid entry ends the list, and a duplicate empties
     it.
 
-    Args:
-        text: The value.
-        present: Number of GPUs of the host; ``None`` if unknown.
+    `present` is the number of GPUs of the host; ``None`` if unknown.
     """
     prefix = next((kind for kind in ("GPU-", "MIG-") if text.startswith(kind)), None)
     entries: list[str | int] = []
@@ -321,11 +309,8 @@ def nccl_variables(
 ) -> dict[str, str]:
     """Return settings for NCCL and its watchdog, except those that the user has set.
 
-    Args:
-        given: Variables of the rank, which take precedence.
-        torch_version: ``torch.__version__``.
-        debug_file: File for the output of ``NCCL_DEBUG``; ``None`` leaves it on stdout.
-        folder: Folder for the ranks' flight recorder dumps; ``None`` leaves the choice to torch.
+    Without `debug_file` the output of ``NCCL_DEBUG`` stays on stdout; without `folder` torch chooses where
+    the ranks' flight recorder dumps go.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", torch_version)[:3])
     # The watchdog waits four times this, 60 s by default, between its message and the abort. For that
@@ -354,8 +339,7 @@ def nccl_variables(
 def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
     """Wait until the driver lists none of these processes any more, if it can be queried.
 
-    Returns:
-        Whether the driver lists none of them.
+    Returns whether it lists none of them.
     """
     # A killed process disappears before the driver has freed all its memory, if that is much or
     # mapped by other processes. The next attempt would run out of memory.
@@ -369,8 +353,7 @@ def wait_for_memory(pids: Collection[int], deadline: Deadline) -> bool:
 def read_errors(within_s: float) -> list[str]:
     """Return lines about GPUs of this host with errors that need a reset or a repair.
 
-    Args:
-        within_s: How far back to read the kernel's log for Xid errors, in seconds.
+    The kernel's log is read for Xid errors of the last `within_s` seconds.
     """
 
     def memory_errors(nvml: Any) -> list[str]:
@@ -435,9 +418,7 @@ class GpuReading:
         sm_mhz: Clock of its processors.
         max_sm_mhz: Highest clock of its processors.
         slowdowns: The driver's bit mask of reasons that reduce the clock.
-        celsius: Its temperature.
         used_bytes: Memory in use, by all processes.
-        total_bytes: Its memory.
     """
 
     index: int
@@ -460,7 +441,6 @@ class GpuReading:
         return bool((self.slowdowns or 0) & _THROTTLED)
 
     def __str__(self) -> str:
-        """Return the state in one line."""
         parts = []
         if self.sm_mhz is not None:
             of = "" if self.max_sm_mhz is None else f" of {self.max_sm_mhz}"
@@ -497,7 +477,6 @@ class GpuUse:
 
     Attributes:
         memory_bytes: Its memory on all GPUs together.
-        gpus: The GPUs that it uses.
     """
 
     memory_bytes: int

@@ -58,10 +58,7 @@ class ProcessStat(NamedTuple):
 
 
 def read_stat(name: int | str) -> ProcessStat:
-    """Read the stat of a process, or of a task of it, in some ten microseconds; on Linux only.
-
-    Args:
-        name: Its pid, or ``PID/task/TID``.
+    """Read the stat of a process, or of a task (``PID/task/TID``), in some ten microseconds; on Linux only.
 
     Raises:
         OSError: It has ended.
@@ -576,12 +573,8 @@ def open_tcp_store(
 ) -> TCPStore:
     """Open torch's TCP store: a server on a socket that already listens, or a client.
 
-    Args:
-        host: Host of the server.
-        port: Port of the server.
-        listening: The server's socket, which torch closes; if the server fails, at some later time.
-        connect_timeout: How long connecting may take.
-        timeout: How long each call of the store may take.
+    torch closes the server's socket; if the server fails, at some later time. `connect_timeout` is how long
+    connecting may take, `timeout` how long each call of the store may.
     """
     from torch.distributed import TCPStore
 
@@ -633,12 +626,9 @@ def end_when_silent(
 ) -> None:
     """Have the kernel end a connection whose other host's kernel does not answer for so long.
 
-    Args:
-        connection: The connection.
-        limit_s: How long.
-        idle_s: After how long without any data the kernel begins to ask, each second.
-        ends_window: Whether data that is not acknowledged for so long ends it. That also ends a connection whose
-            other host answers that its buffer is full, since a program there is stopped.
+    The kernel begins to ask each second after `idle_s` without any data. With `ends_window`, data that is not
+    acknowledged for so long ends the connection, too. That also ends one whose other host answers that its
+    buffer is full, since a program there is stopped.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -689,9 +679,8 @@ class Limits:
 def read_limits(*, membership: Path = _GROUPS_OF_PROCESS, root: Path = _CGROUPS) -> Limits:
     """Read the limits of this process; an unreadable limit counts as none.
 
-    Args:
-        membership: File in which the kernel lists the groups of the process.
-        root: Where the hierarchies are mounted.
+    `membership` is the file in which the kernel lists the groups of the process; the hierarchies are mounted
+    at `root`.
     """
     groups: list[tuple[str, str]] = []  # controllers (empty in version 2) and path
     with contextlib.suppress(OSError):

@@ -31,7 +31,6 @@ class RecordFields:
 
     Attributes:
         rank: The rank, or ``None`` in the launcher.
-        local_rank: The rank's number on its node.
         world_size: Number of ranks, if known.
         attempt: The attempt, counted from 1.
         node_rank: The node, if known.

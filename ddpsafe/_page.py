@@ -36,14 +36,9 @@ svg text { fill: var(--text); font: 12px system-ui, sans-serif; }
 
 
 def draw_page(body: str, *, style: str, title: str, has_all: bool = True, **values: object) -> str:
-    """Return a page.
+    """Return a page: what the template `body` draws below its title, with a style of its own.
 
-    Args:
-        body: The template of what is below its title.
-        style: The style of its own parts.
-        title: Its title.
-        has_all: Whether a value that the template asks for and does not get is an error; else it is left out.
-        **values: The values.
+    With `has_all`, a value that the template asks for and does not get is an error; else it is left out.
     """
     import jinja2
     from markupsafe import Markup

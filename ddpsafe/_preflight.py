@@ -21,12 +21,9 @@ _NOTHING: Final = "nothing was started"
 
 
 def require_ready_to_launch(config: LaunchConfig, *, nproc: int, backend: str) -> None:
-    """Check this host before a launch starts its ranks.
+    """Check this host before a launch starts its ranks; `preflight` of the configuration selects the checks.
 
-    Args:
-        config: The launch's configuration; its `preflight` selects the checks.
-        nproc: Number of ranks that will be started.
-        backend: Their backend; not "auto".
+    The backend is not "auto".
 
     Raises:
         PreflightError: A check found something that will break the launch.
@@ -47,10 +44,6 @@ def require_ready_to_join(config: LaunchConfig, world: World) -> None:
 
     Every rank runs the cheap checks. With ``preflight="full"`` the first rank of each node also runs the
     long ones. Connections to other nodes are checked later, once the ranks have met at the store.
-
-    Args:
-        config: The configuration.
-        world: This rank's place.
 
     Raises:
         ConfigError: The launcher's variables do not say where the ranks meet.
@@ -85,12 +78,7 @@ def require_ready_between_nodes(
 ) -> None:
     """Check the connections between the nodes of a launch, before any node starts its ranks.
 
-    Args:
-        store: The store of the launchers, with a prefix that nothing else uses.
-        config: The launch's configuration.
-        nnodes: Number of nodes.
-        node_rank: This node.
-        backend: The ranks' backend; not "auto".
+    The store is that of the launchers, with a prefix that nothing else uses. The backend is not "auto".
 
     Raises:
         PreflightError: A check found something that will break the job; the same error on every

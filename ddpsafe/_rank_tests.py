@@ -53,8 +53,6 @@ class Collection:
     Attributes:
         options: The options of the caller's session.
         arguments: Files with the tests.
-        rootdir: Directory in which the session was started.
-        sys_path: The caller's ``sys.path``.
         coverage: Settings of the caller's coverage measurement; empty without one.
         caller: Process id of the caller, which is the fork server's parent.
     """
@@ -78,10 +76,8 @@ class TestJob:
     """One test to run.
 
     Attributes:
-        nodeid: Its id in the session.
         collection: The file of the `Collection`.
         reports: Folder to which each rank writes its reports of the test.
-        tmp_path: The `tmp_path` of all ranks.
         terminal: Input and output of a debugger in rank 0; empty without ``--pdb``.
     """
 

@@ -164,8 +164,7 @@ def end_as_interpreter(after_threads: Callable[[], object] = lambda: None) -> No
     are still open are written and closed. Not the interpreter's own end: with DDP's native objects
     in memory that may not return.
 
-    Args:
-        after_threads: What to call once the threads have been joined.
+    `after_threads` is called once the threads have been joined.
     """
     with contextlib.suppress(Exception):
         threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
@@ -252,8 +251,7 @@ _TEMPORARY: Any = getattr(tempfile, "_TemporaryFileWrapper", zipfile.ZipFile)
 def will_call_back(frame: FrameType | None) -> bool:
     """Return whether a thread that waits in the standard library may still call a function of the script.
 
-    Args:
-        frame: The thread's innermost frame.
+    `frame` is the thread's innermost.
     """
     if frame is not None and frame.f_code is threading.Thread.run.__code__:
         return True  # its target is native, so nothing shows what that does, as the loop of uvloop

@@ -64,11 +64,7 @@ def shortened(lines: Sequence[str], most: int) -> list[str]:
 def wrapped(text: str, columns: int, *, first: str = "", others: str = "  ") -> list[str]:
     """Return the lines of a text for a terminal: words, paths and options stay whole.
 
-    Args:
-        text: The text.
-        columns: The width of the terminal.
-        first: What the first line begins with.
-        others: What all other lines begin with.
+    `first` and `others` are what the first line and all others begin with.
     """
     return textwrap.wrap(
         text,

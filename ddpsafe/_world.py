@@ -226,12 +226,7 @@ def _place_in(env: Mapping[str, str]) -> str:
 
 
 def is_inherited(env: Mapping[str, str], pid: int) -> bool:
-    """Return whether a process has inherited the place of a rank that has joined its group.
-
-    Args:
-        env: The variables of the process.
-        pid: Its process id.
-    """
+    """Return whether a process with these variables has inherited the place of a rank in its group."""
     _, rank_pid, place = [*env.get(JOINED, "").split(" ", 2), "", "", ""][:3]
     # A launcher that the rank has started gives its own ranks other places.
     return rank_pid not in {"", str(pid)} and place == _place_in(env)
@@ -259,15 +254,7 @@ def require_not_inherited(env: Mapping[str, str]) -> None:
 
 
 def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
-    """Read an integer variable.
-
-    Args:
-        env: The environment.
-        name: The variable.
-        because: The variable that is set, and needs this one.
-
-    Returns:
-        Its value.
+    """Read an integer variable that the variable `because`, which is set, needs.
 
     Raises:
         ConfigError: It is missing or not an integer. A missing rank never counts as 0.
@@ -287,13 +274,7 @@ def require_int(env: Mapping[str, str], name: str, *, because: str) -> int:
 
 
 def find_world(env: Mapping[str, str]) -> World | None:
-    """Read the place that an outer launcher gave this process.
-
-    Args:
-        env: The environment, usually ``os.environ``.
-
-    Returns:
-        The world of this rank, or ``None`` if no launcher started the process.
+    """Read the place that an outer launcher gave this process; ``None`` if no launcher started it.
 
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
@@ -333,10 +314,6 @@ def trimmed(env: Mapping[str, str]) -> Mapping[str, str]:
 def read_nnodes(name: str, text: str) -> tuple[int, int]:
     """Parse torchrun's nnodes, ``N`` or ``MIN:MAX``; return the minimum and the maximum.
 
-    Args:
-        name: The option or variable that has it.
-        text: Its value.
-
     Raises:
         ConfigError: It has neither form.
     """
@@ -359,8 +336,7 @@ _NODE_VARIABLES: Final = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK")
 def _node_as_rank(env: Mapping[str, str]) -> World | None:
     """Return the world that a node's variables describe if each node has one rank.
 
-    Returns:
-        The world, or ``None`` if there is a single node: a launch can start its ranks.
+    Returns ``None`` if there is a single node: a launch can start its ranks.
 
     Raises:
         ConfigError: The nodes have several ranks, or variables are missing or contradict each other.
@@ -547,8 +523,7 @@ _NODE_PORTS: Final = range(30_000, 32_768)
 def find_node_place(env: Mapping[str, str]) -> NodePlace | None:
     """Return this node's place if a launcher started one process on each of several nodes.
 
-    Returns:
-        The place, or ``None`` if there is one node, or several processes on each node.
+    Returns ``None`` if there is one node, or several processes on each node.
 
     Raises:
         ConfigError: The variables contradict each other or are incomplete.
