@@ -30,7 +30,6 @@ class ProcessIdentity:
     """Identifies a process even after its pid has been reused.
 
     Attributes:
-        pid: Its process id.
         started: When it started; only to compare, see `_start_of`.
     """
 
@@ -94,13 +93,8 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
     id in its environment. A process that a rank forks, and that makes another session without
     starting a program there, has neither and is not found.
 
-    Args:
-        ranks: The ranks.
-        launch_id: The value of `MARKER` in the environment of this launch's processes.
-
-    Returns:
-        Processes that surely descend from the ranks, even those of another user, which root's ranks
-        may have become; and of those that probably do, the ones of this user. Never the caller.
+    Returns processes that surely descend from the ranks, even those of another user, which root's ranks may
+    have become; and of those that probably do, the ones of this user. Never the caller.
     """
     owned = {rank.pid: rank.owns_session() for rank in ranks}
     certain = {pid for pid, is_own in owned.items() if is_own}
@@ -125,16 +119,10 @@ def find_members(ranks: Iterable[RankIdentity], launch_id: str) -> list[psutil.P
 def kill_members(
     ranks: Iterable[RankIdentity], launch_id: str, *, within_s: float
 ) -> dict[psutil.Process, str]:
-    """Kill what is left of a launch.
+    """Kill what is left of a launch; return the processes, with the command line of each, empty if unknown.
 
-    Args:
-        ranks: The ranks.
-        launch_id: See `find_members`.
-        within_s: How long to look for new processes, in seconds; it looks a few times at least.
-
-    Returns:
-        The processes that were killed, with the command line of each; empty if unknown. This process's
-        children are still to be reaped by their owner.
+    It looks for new processes for `within_s` seconds, and a few times at least. This process's children are
+    still to be reaped by their owner.
     """
     known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: dict[psutil.Process, str] = {}
@@ -184,9 +172,8 @@ class Orphans:
     def look(self, children: Mapping[ProcessIdentity, bool], now: float) -> list[ProcessIdentity]:
         """Return those of all children that were inherited.
 
-        Args:
-            children: All children, zombies too, and whether each has the mark of what ranks start.
-            now: When the look at them began, as `ProcessIdentity.started`.
+        Zombies are children, too; the values say whether each has the mark of what ranks start. `now` is when
+        the look at them began, as `ProcessIdentity.started`.
         """
         self._is_own = {
             child: not is_marked and self._is_own.get(child, child.started >= self._looked_at)

@@ -90,7 +90,6 @@ class RankReading:
 
     Attributes:
         state: The state of its process, as psutil names it.
-        place: Where it is in the code.
         position: Where it is in the sequence of collectives; ``None`` if it has not answered.
         native: What native code wrote before it ended the process.
     """
@@ -105,7 +104,6 @@ class Sighting(NamedTuple):
     """An answer of a rank that was asked where it is.
 
     Attributes:
-        answer: The answer.
         since_ns: When the first answer in a row from the same place was received (monotonic).
         at_ns: When this one was received (monotonic).
     """
@@ -206,7 +204,6 @@ class RankState:
     The rank may be a process of this launcher (`RankProcess`) or of another node's.
 
     Attributes:
-        phase: The last phase it reported.
         began_ns: When each reported phase began (monotonic).
         returned: Its report of success, once received.
         raised: Its report of an exception, in flight or final.
@@ -393,8 +390,6 @@ class RankProcess(RankState):
     """One rank that is a process of this launcher.
 
     Attributes:
-        spec: What the process was started with.
-        is_being_ended: Whether the launcher has begun to end it.
         was_stopped: Whether it was found stopped. The launcher continues such a rank to ask where it
             is, so what it does from then on is the launcher's doing.
         is_swept: Whether it has been ended with everything it started.
@@ -543,8 +538,7 @@ class RankProcess(RankState):
     def note_end(self, seen_ns: int) -> None:
         """Record that the process has ended, and read its last reports.
 
-        Args:
-            seen_ns: When that was seen (monotonic): the same for all ends seen at one look.
+        `seen_ns` (monotonic) is the same for all ends seen at one look.
         """
         if self.identity is not None and self.ended_ns is None:
             # Before it is reaped: after that another process may get its pid.

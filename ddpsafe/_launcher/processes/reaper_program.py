@@ -72,8 +72,7 @@ def outlive(launcher_pid: int) -> None:
 def clean_up(lines: Sequence[bytes]) -> None:
     """End the ranks of a launcher that has died, and remove what it left behind.
 
-    Args:
-        lines: The lines that it has sent.
+    `lines` are those that it has sent.
     """
     first, *others = map(json.loads, lines)
     launch_id: str = first["launch"]

@@ -87,10 +87,7 @@ _LONGEST_WAIT_S = 60.0  # poll() accepts at most 24 days, and a deadline may be 
 def end_processes(processes: Sequence[RankProcess], *, grace: timedelta, launch_id: str) -> None:
     """End the ranks that still run, and everything that any rank has started.
 
-    Args:
-        processes: The ranks of the attempt.
-        grace: How long a rank may take to end after SIGTERM.
-        launch_id: Marks the processes of this launch.
+    `grace` is how long a rank may take to end after SIGTERM.
     """
     if processes and all(process.is_swept for process in processes):
         return

@@ -47,15 +47,14 @@ _MOST_IN_MEMORY_BYTES: Final = 4 << 30
 class CallFile:
     """The user's function and arguments, pickled before anything starts, in a file without a name.
 
-    `multiprocessing` would send them on a pipe to one rank after the other, and each start would wait
-    until that rank has imported the script.
+    `multiprocessing` would send them on a pipe to one rank after the other, and each start would wait until
+    that rank has imported the script. The pickle stays in memory until the first attempt.
 
     Attributes:
         handles: What else ranks have to inherit to unpickle them.
     """
 
     def __init__(self, pickled: Pickled) -> None:
-        """Keep the pickle in memory until the first attempt."""
         self._pickled: Pickled | None = pickled
         self._file: IO[bytes] | None = None
         self.handles = pickled.handles
@@ -130,18 +129,10 @@ def started_processes(
     """Start one process for each spec; leaving the context ends and reaps all that still run.
 
     Each process is started by itself, through the `multiprocessing` context that torch uses, too.
-    `torch.multiprocessing.start_processes` gives every rank the same arguments, so each would hold
-    the others' pipes, and when a later start fails it forgets the processes that it has started.
-
-    Args:
-        specs: The ranks, in order.
-        call: The user's function and arguments.
-        start_method: ``spawn`` or ``forkserver``.
-        expects_restarts: Whether the user asked for more attempts after a failure in training.
-        daemon: See `LaunchPlan`.
-        run_rank: The function that each process runs; it is imported there by name.
-        reaper: Ends the ranks if this process is killed.
-        end: Ends and reaps ranks.
+    `torch.multiprocessing.start_processes` gives every rank the same arguments, so each would hold the
+    others' pipes, and when a later start fails it forgets the processes that it has started. `run_rank` is
+    imported by name in each process. `reaper` ends the ranks if this process is killed, `end` ends and reaps
+    them. With `expects_restarts` the user asked for more attempts after a failure in training.
 
     Raises:
         PreflightError: The system did not start a process.

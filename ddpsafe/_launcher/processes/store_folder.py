@@ -51,10 +51,7 @@ class LauncherStore:
 
 @contextlib.contextmanager
 def open_store(reaper: Reaper) -> Iterator[LauncherStore]:
-    """Make the folder of a fresh store, and remove it when the context is left.
-
-    Args:
-        reaper: Removes the folder if this process is killed.
+    """Make the folder of a fresh store, and remove it when the context is left, or by the reaper.
 
     Raises:
         PreflightError: The folder cannot be made.
