@@ -54,7 +54,6 @@ class Send:
     """Send a message.
 
     Attributes:
-        message: The message.
         to: Nodes by rank in an attempt, launchers outside; ``None`` for all, or for node 0 from another node.
     """
 
@@ -64,12 +63,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """Take in events until a condition holds, or the time is over.
-
-    Attributes:
-        holds: The condition.
-        limit: The time; ``None`` for no limit.
-    """
+    """Take in events until a condition holds, or the limit, if there is one, is over."""
 
     holds: Callable[[], bool]
     limit: timedelta | None
@@ -96,7 +90,6 @@ class Warn:
     """Write a warning.
 
     Attributes:
-        text: The warning.
         event: What `note_event` names it, if anything.
     """
 
@@ -118,11 +111,8 @@ def leaves_alone(
 ) -> bool:
     """Return whether a signal to the launcher of one node lets it leave, and the job continue.
 
-    Args:
-        config: What node 0 was configured with.
-        signum: The signal.
-        staying: How many nodes stay.
-        attempt: The attempt that this ends; ``None`` between two attempts.
+    The configuration is that of node 0. `staying` is how many nodes stay, and `attempt` the attempt that this
+    ends; ``None`` between two attempts.
     """
     retry = config.retry
     if attempt is not None and (attempt >= retry.attempts or "peer-lost" not in retry.on):
@@ -142,8 +132,6 @@ class NodeView:
     Attributes:
         lost: How its connection has ended for good.
         away: Why it cannot be reached now.
-        failed: Its own failure.
-        reported: What became of its ranks.
         oom_kills: How many processes its kernel has killed for memory during the attempt.
         has_ended: Whether no rank of it is left.
         leaves_by: The signal to its launcher for which it leaves without the others.
@@ -163,19 +151,14 @@ class NodeView:
 class NodeZero:
     """Node 0 in an attempt: what is known of all other nodes, and the one result for all of them.
 
-    Args:
-        plan: The round.
-        config: Its configuration, which counts for all nodes.
-        inbox: The signal to its own launcher.
+    The configuration is that of node 0, which counts for all nodes.
 
     Attributes:
-        nodes: What is known of each other node.
         failed: The first failure that a node has reported of itself.
         error: The error that all nodes have been sent.
     """
 
     def __init__(self, plan: RoundPlan, config: LaunchConfig, inbox: SignalInbox) -> None:
-        """Know nothing of the other nodes yet."""
         self._plan, self._config, self._inbox = plan, config, inbox
         self.nodes = {node: NodeView() for node in range(1, len(plan.nodes))}
         self.failed: NodeFailed | None = None
@@ -270,15 +253,10 @@ class NodeZero:
         hears: Callable[[], bool],
         outcomes: Callable[[], Iterable[RankOutcome]],
     ) -> Generator[Action, None, EndReason]:
-        """Have the ranks of all nodes asked where they are, until the cause can be known.
+        """Have all ranks asked where they are, until the cause can be known; return why the attempt ended.
 
-        Args:
-            reason: Why the attempt ended, as far as known before.
-            hears: Returns whether the kernel of a connected node has sent anything in the last seconds.
-            outcomes: Returns what is known of the ranks of all nodes.
-
-        Returns:
-            Why the attempt ended.
+        `hears` returns whether the kernel of a connected node has sent anything in the last seconds,
+        `outcomes` what is known of the ranks of all nodes.
         """
         if reason not in ("done", "signal"):
             # A rank may give up before a kernel notices that another host is away. Node 0 would
@@ -405,7 +383,6 @@ class Looked:
     """What the launcher of another node sees, about once a second.
 
     Attributes:
-        has_failed: Whether a rank of this node has failed.
         silent_s: For how long node 0's launcher has sent nothing, in seconds.
     """
 
@@ -417,8 +394,6 @@ class _Reported(NamedTuple):
     """A signal that node 0 has been sent.
 
     Attributes:
-        signal: The signal.
-        at_s: When.
         has_warned: Whether the user knows that node 0 does not answer.
     """
 
@@ -441,21 +416,15 @@ Conclusion: TypeAlias = Literal["own-failure", "decided", "interrupted", "node-0
 class Follower:
     """Another node in an attempt: it follows node 0, and decides for itself only what node 0 no longer can.
 
-    Args:
-        node_0: The name of node 0 for messages.
-        timeouts: The limits of this launcher.
+    `timeouts` are the limits of this launcher.
 
     Attributes:
-        lost: How node 0 was lost.
         result: What node 0 has decided, as far as it has.
-        may_leave: Whether all ranks of the job have returned.
-        has_failed: Whether this node itself has failed.
         ends_alone_by: The signal for which this node ends without node 0.
         grace: How long ranks have after SIGTERM.
     """
 
     def __init__(self, node_0: str, timeouts: Timeouts) -> None:
-        """Begin as connected, without any decision of node 0."""
         self._node_0, self._timeouts, self.grace = node_0, timeouts, timeouts.grace
         self.lost: Lost | None = None
         self.result: RoundResult | None = None
@@ -565,8 +534,7 @@ class Follower:
     def conclude(self, *, is_stopping: bool) -> Conclusion:
         """Return how the attempt ends on this node.
 
-        Args:
-            is_stopping: Whether a rank of this node has agreed to stop, so that its return is not the end of the job.
+        If `is_stopping`, a rank of this node has agreed to stop, so its return is not the end of the job.
         """
         is_good = self.result is not None and self.result.is_good
         if self.has_failed and (self.result is None or is_good):

@@ -55,8 +55,6 @@ class Caller:
         is_away: Whether it cannot be reached now.
         is_ready: Whether it has read the plan of the round.
         seen: Which folders with checkpoints it has found.
-        unable: Why it cannot take part.
-        lost: How its connection has ended.
     """
 
     node: NodeFacts | None = None
@@ -73,9 +71,6 @@ _UNKNOWN: Final = Caller()
 class Lobby:
     """Node 0's side: all launchers, in an attempt or not. A core, as those of `decisions`.
 
-    Args:
-        own: This node.
-
     Attributes:
         callers: The other launchers, in the order in which they came; those that cannot take part last.
         settled: The launchers of the last round that began. Any other launcher is new: the job
@@ -85,7 +80,6 @@ class Lobby:
     """
 
     def __init__(self, own: NodeFacts) -> None:
-        """Begin without any other node."""
         self._own = own
         self._round_id = self._checked_file = ""
         self._running: RunsWithout | None = None
@@ -220,9 +214,8 @@ class Lobby:
     ) -> Iterator[Action]:
         """Refuse new nodes that cannot take part, and let nodes leave that have received a signal.
 
-        Args:
-            config: What node 0 was configured with.
-            round_plan: The round that does not begin because of its nodes; ``None`` while nodes join.
+        The configuration is that of node 0. `round_plan` is the round that does not begin because of its
+        nodes; ``None`` while nodes join.
 
         Raises:
             DDPSafeError: The error of a node that is not new.
@@ -281,21 +274,15 @@ class Lobby:
 class Membership:
     """Another node's side: what node 0 has decided for it. A core, as those of `decisions`.
 
-    Args:
-        node_0: Node 0.
-
     Attributes:
-        node_0: Node 0.
         plan: The plan of the round that this node is in.
         check: The folders that this node has to see before that.
         running: The round that has begun without this node.
         joins_again: Whether the round does not begin, and its nodes join again.
         result: Why there is no further round.
-        lost: How the connection to node 0 has ended.
     """
 
     def __init__(self, node_0: NodeFacts) -> None:
-        """Know nothing yet."""
         self.node_0 = node_0
         self.running: RunsWithout | None = None
         self.result: RoundResult | None = None

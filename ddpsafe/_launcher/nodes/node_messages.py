@@ -66,10 +66,8 @@ class NodeFacts:
     """One node, as it introduces itself.
 
     Attributes:
-        hostname: Its name.
         pid: The pid of its launcher.
         address: Where the other nodes reach it.
-        nproc: How many ranks it starts.
         addresses: All its addresses that other hosts may reach; its ranks may use another network.
         settings: What has to be the same on all nodes, by the name of the field, as text.
         setup: What should be: the script, its arguments, and the variables of torch, gloo and NCCL.
@@ -90,7 +88,6 @@ class NodeFacts:
     is_named: bool = False
 
     def __str__(self) -> str:
-        """Return its name for a message."""
         return f"{self.hostname} ({self.address})"
 
     def is_on_host_of(self, other: NodeFacts) -> bool:
@@ -131,11 +128,9 @@ class Answered:
     """The value, after it was set.
 
     Attributes:
-        number: Of the question.
         value: The value; ``None`` if there is none, or if it is what the node knows already.
         token: Of the state; ``None`` if there is none.
         left_s: How long a round that has enough nodes waits for more; ``None`` if it does not.
-        has_set: Whether this question has set it.
     """
 
     number: int
@@ -170,7 +165,6 @@ class RoundPlan:
     Attributes:
         round_id: Random; the prefix of the keys in this round's store.
         attempt: The attempt, counted from 1, on every node.
-        nodes: The nodes, by node rank.
         store_port: Port of the ranks' store at node 0's address.
         master_port: A port that is reserved there, for MASTER_PORT.
         examines: Whether the nodes examine the connections between them before they start ranks.
@@ -269,9 +263,7 @@ class RankReport:
     """A message of a rank, relayed by its launcher, or an error that native code of it has printed.
 
     Attributes:
-        rank: The rank.
         name: Name of the message's class.
-        body: Its fields.
     """
 
     rank: int
@@ -284,7 +276,6 @@ class RankEnded:
     """The process of a rank has ended.
 
     Attributes:
-        rank: The rank.
         exit_code: Exit status as `multiprocessing` gives it.
         ended_ns: When that was noticed, on the node's monotonic clock.
         oom_kills: As in `NodeOutcomes`, up to now: a host that is out of memory may send those too late.
@@ -302,7 +293,6 @@ class NodeProgress:
 
     Attributes:
         at_ns: When the launcher began to look at them, on the node's monotonic clock.
-        ranks: The progress of each, by rank.
         activity: What the main thread of each does, by rank.
         idle_s: For how long all of them have been idle.
         unanswered: Their connections without a reply from the other host, by rank.
@@ -358,7 +348,6 @@ class SignalReceived:
     """The launcher of a node has received a signal.
 
     Attributes:
-        number: The signal.
         insists: Whether the sender does not want to wait for the ranks.
     """
 
@@ -376,7 +365,6 @@ class RankRequest:
     """Node 0 sends a request such as `ASK_POSITION` to a rank of the node.
 
     Attributes:
-        rank: The rank.
         request: The bytes to write to its lifeline, in hexadecimal.
     """
 
@@ -456,8 +444,6 @@ class CannotTakePart:
     """Why a node cannot take part in a round that has not begun.
 
     Attributes:
-        node: The node.
-        result: Its error.
         round_id: The round, if this is about one.
     """
 
@@ -480,13 +466,10 @@ def as_error(
 ) -> DDPSafeError | Interrupted:
     """Return an error that all nodes can end with, whatever was raised on one of them.
 
-    Args:
-        exc: What was raised there.
-        node: The node, as a message names it.
-        failure: What it could not do, as a clause.
-        phase: When it was raised: before the ranks ran, where another attempt may help, in the
-            attempt, or by the caller's code between two attempts.
-        names_node: Whether to add the node to an error that is about a machine without naming it.
+    `node` is named as a message names it, and `failure` says as a clause what it could not do. The phase is
+    when the exception was raised: before the ranks ran, where another attempt may help, in the attempt, or by
+    the caller's code between two attempts. With `names_node` the node is added to an error that is about a
+    machine without naming it.
     """
     if isinstance(exc, (Interrupted, ConfigError, PreflightError, LaunchError)):
         if names_node and isinstance(exc, PreflightError):
@@ -539,9 +522,7 @@ def round_result_of(
 def error_of(result: RoundResult, **local: object) -> DDPSafeError | Interrupted:
     """Return the error of a result, which is the one that node 0 raises.
 
-    Args:
-        result: The result of an attempt that failed.
-        **local: This node's own facts: `outcomes`, `run_dir`, `values`.
+    `local` are this node's own facts: `outcomes`, `run_dir`, `values`.
 
     Raises:
         GarbledError: It describes no error.

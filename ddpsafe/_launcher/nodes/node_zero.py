@@ -76,10 +76,9 @@ _CLOCK_MARGIN_NS: Final = 100_000_000
 class RemoteRank(RankState):
     """A rank of another node, as far as its launcher's messages describe it.
 
+    What is sent to the rank goes through its launcher. `everyone` is one tuple for all ranks of the job.
+
     Attributes:
-        world: Its place.
-        hostname: Its host.
-        exit_code: Exit status of its process, once that has ended.
         idle_s: For how long all ranks of its node had been idle at the last report.
         is_seen_since_answer: Whether its launcher has reported since its last answer.
         known_ns: Of which moment its launcher's last report is.
@@ -91,15 +90,6 @@ class RemoteRank(RankState):
     def __init__(
         self, world: World, plan: RoundPlan, channel: RoundChannel, everyone: tuple[int, ...]
     ) -> None:
-        """Know nothing yet; what is sent to the rank goes through its launcher.
-
-        Args:
-            world: Its place.
-            plan: The round.
-            channel: The control channel.
-            everyone: All ranks of the job: one tuple for all of them.
-        """
-
         def send(request: bytes) -> None:
             message = RankRequest(rank=world.rank, request=request.hex())
             channel.send(message, to=(world.node_rank,))
@@ -182,14 +172,9 @@ class RemoteRank(RankState):
 
 
 class RelayedRequests:
-    """Requests for the status that were made on other nodes.
-
-    Args:
-        channel: The control channel.
-    """
+    """Requests for the status that were made on other nodes."""
 
     def __init__(self, channel: RoundChannel) -> None:
-        """Begin without any."""
         self._channel = channel
         self._new: list[bool] = []
         self._asking: set[int] = set()
@@ -218,15 +203,15 @@ class RelayedRequests:
 class OtherNodes(Peers):
     """All nodes except node 0, as seen through the control channel: the shell of `decisions.NodeZero`.
 
+    A signal to the launcher of one of them counts for all.
+
     Attributes:
-        core: What is known of them, and what follows from it.
         phase: Whether the attempt has begun on node 0; see `as_error`.
     """
 
     def __init__(
         self, channel: RoundChannel, plan: RoundPlan, inbox: SignalInbox, parts: LaunchParts
     ) -> None:
-        """Watch the nodes of a round; a signal to one of their launchers counts for all."""
         self._channel = channel
         self._plan = plan
         self._inbox = inbox
@@ -464,10 +449,9 @@ def run_as_node_0(
     inbox: SignalInbox,
     checkpoint_folders: set[str],
 ) -> dict[int, object]:
-    """Run one attempt as node 0; add the ranks' checkpoint folders to `checkpoint_folders`.
+    """Run one attempt as node 0; return what the ranks of this node returned, by rank.
 
-    Returns:
-        What the ranks of this node returned, by rank.
+    The ranks' checkpoint folders are added to `checkpoint_folders`.
 
     Raises:
         LaunchError: As `run_attempt` raises it, the same on all nodes.

@@ -83,15 +83,7 @@ _OWN_NETWORK: Final = (
 
 
 class Participant:
-    """One attempt of this node.
-
-    Args:
-        number: The attempt, counted from 1.
-        parts: What to start, and how. Node 0 decides for all nodes, on a grace period, too.
-        round_plan: What node 0 has decided.
-        channel: The control channel to node 0.
-        inbox: Signals to this launcher.
-    """
+    """One attempt of this node. Node 0 decides for all nodes, on a grace period, too."""
 
     def __init__(
         self,
@@ -102,7 +94,6 @@ class Participant:
         channel: Channel[int, NodeMessage],
         inbox: SignalInbox,
     ) -> None:
-        """Keep the arguments; `run` starts the ranks."""
         self._number = number
         self._parts = parts
         self._plan = plan = parts.plan
@@ -126,8 +117,7 @@ class Participant:
     def run(self) -> dict[int, object] | DDPSafeError | Interrupted:
         """Run the ranks until node 0 has reported how the attempt ended, and whether there is another.
 
-        Returns:
-            What the ranks of this node returned, by rank, or why the attempt failed.
+        Returns what the ranks of this node returned, by rank, or why the attempt failed.
         """
         plan = self._plan
         processes: Sequence[RankProcess] = []

@@ -121,7 +121,6 @@ class Questions:
     """Asks node 0 over the channel, from any thread."""
 
     def __init__(self) -> None:
-        """Begin without any question."""
         self._numbers = itertools.count(1)
         self._open: dict[int, Answered | None] = {}
         self._news = threading.Condition()
@@ -153,15 +152,9 @@ class Questions:
 
 
 class RoundChannel:
-    """Node 0's channel to the nodes of one round, by node rank. What others send goes to the lobby.
-
-    Args:
-        rendezvous: All launchers.
-        launchers: Those of the round, by node rank.
-    """
+    """Node 0's channel to the nodes of one round, by node rank. What others send goes to the lobby."""
 
     def __init__(self, rendezvous: NodeRendezvous, launchers: Sequence[str]) -> None:
-        """Keep the launchers."""
         self._rendezvous, self._channel = rendezvous, rendezvous.channel
         self._launchers = launchers
         self._ranks = {launcher: node for node, launcher in enumerate(launchers) if node}
@@ -202,7 +195,6 @@ class SharedKeys:
     """Keys for one purpose that node 0 keeps and all nodes read and set; see `store_keys.Keys`."""
 
     def __init__(self, prefix: str, ask: Callable[[Ask], Answered | None]) -> None:
-        """Keep the arguments."""
         self._prefix, self._ask = prefix, ask
 
     def set(self, key: str, value: str, /) -> None:
@@ -228,16 +220,11 @@ class SharedKeys:
 class NodeRendezvous:
     """This node's part in the rendezvous: serves or dials the endpoint, then joins round by round.
 
-    Args:
-        config: The configuration of the launch.
-        inbox: Signals to this launcher, which end every wait.
-        settings: What has to be the same on all nodes, by name.
-        setup: What should be the same on all nodes, by name.
-        nproc: How many ranks this node starts.
-        may_serve: Whether this node may serve the endpoint; not if it has joined the job before.
+    Every wait ends with a signal to this launcher. The settings have to be the same on all nodes, and what
+    `setup` has should be. A node that has joined the job before may not serve the endpoint. Nothing is opened
+    before `open`.
 
     Attributes:
-        endpoint: The endpoint.
         lobby: The other nodes, if this is node 0.
         membership: What node 0 has decided, if this is another node.
     """
@@ -255,7 +242,6 @@ class NodeRendezvous:
         nproc: int = 1,
         may_serve: bool = True,
     ) -> None:
-        """Read the configuration; nothing is opened yet."""
         # While there are descriptors: pydantic imports modules when it makes an adapter.
         prepare()
         self._config, self.inbox = config, inbox
@@ -318,9 +304,6 @@ class NodeRendezvous:
 
     def open(self, *, joins: bool = True) -> None:
         """Serve the endpoint if it is on this host, else dial node 0 there.
-
-        Args:
-            joins: Whether this node is to take part in the job.
 
         Raises:
             ConfigError: This node's settings differ from those of node 0.
@@ -505,9 +488,9 @@ class NodeRendezvous:
     def join(self) -> tuple[str, ...] | None:
         """Wait for the other nodes, and join the next round.
 
-        Returns:
-            On node 0 the launchers of the round, by node rank. On another node nothing: the plan that node 0
-            sends has them. ``None`` if the job ended while this node waited to replace another.
+        On node 0 this returns the launchers of the round, by node rank. On another node it returns nothing:
+        the plan that node 0 sends has them. ``None`` if the job ended while this node waited to replace
+        another.
 
         Raises:
             ConfigError: A node's settings differ from node 0's.

@@ -87,14 +87,9 @@ class _JoinAgain(Exception):  # noqa: N818 - this node has not failed
 
 
 class NodeLaunch:
-    """The launch of a job of several nodes, on this node.
-
-    Args:
-        parts: What to start here, and how.
-    """
+    """The launch of a job of several nodes, on this node."""
 
     def __init__(self, parts: LaunchParts) -> None:
-        """Keep the parts; `run` starts."""
         self._parts = parts
         self._plan = parts.plan
         self._round_channel: RoundChannel | None = None

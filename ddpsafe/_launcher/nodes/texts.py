@@ -107,14 +107,8 @@ def lost_node_error(
 ) -> NodeLostError:
     """Return the error for a lost node.
 
-    Args:
-        plan: The round.
-        node: The node.
-        lost: How its connection ended.
-        when: In which attempt, and after how long.
-        explained: What the node itself has reported, if it could.
-        details: Further lines.
-        **facts: See `LaunchError`.
+    `when` is in which attempt, and after how long; `explained` is what the node itself has reported, if it
+    could; `facts` are those of `LaunchError`.
     """
     who, ranks = plan.nodes[node], plan.ranks_of(node)
     why = lost.why
@@ -142,11 +136,8 @@ def left_error(
 ) -> NodeLostError:
     """Return the error of an attempt that ended because nodes leave the job.
 
-    Args:
-        ended: The attempt.
-        plan: The round.
-        leaving: Those nodes, and the signal to the launcher of each.
-        has_saved: Whether the ranks have stopped as they were asked to.
+    `leaving` has the signal to the launcher of each of those nodes. If `has_saved`, the ranks have stopped as
+    they were asked to.
     """
     nodes = sorted(leaving)
     names = [plan.name_of(node, ranks_text(plan.ranks_of(node))) for node in nodes]
@@ -173,10 +164,8 @@ def left_error(
 def who_is_left(plan: RoundPlan, unreachable: Collection[int], node_loss: timedelta) -> str:
     """Return which ranks are left running after a stop, as a sentence.
 
-    Args:
-        plan: The round.
-        unreachable: The nodes that have not reported that their ranks have ended, and no longer can.
-        node_loss: After how long the launchers there end them.
+    The nodes `unreachable` have not reported that their ranks have ended, and no longer can. The launchers
+    there end them after `node_loss`.
     """
     if not unreachable:
         return NONE_LEFT

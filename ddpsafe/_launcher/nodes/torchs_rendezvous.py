@@ -71,7 +71,6 @@ class Arrivals(NamedTuple):
     """Who has joined the next round.
 
     Attributes:
-        labels: Of the nodes, in their order.
         left_s: How long they wait for more, if they are enough.
     """
 
@@ -103,7 +102,6 @@ class SharedState:
         last_call: timedelta,
         is_there: Callable[[Collection[str]], Collection[str]],
     ) -> None:
-        """Begin without a state."""
         self._own, self._last_call_s, self._is_there = own, last_call.total_seconds(), is_there
         self._lock = threading.Lock()
         self._waiting: list[tuple[Ask, Callable[[Answered], None]]] = []
@@ -221,7 +219,6 @@ class TorchsPart:
 
     Args:
         label: What torch sorts the nodes by.
-        job: The id of the job.
         nodes: The smallest and the largest number of nodes.
         last_call: See `SharedState`.
         ask: Asks node 0; ``None`` once this node no longer waits for an answer.
@@ -240,7 +237,6 @@ class TorchsPart:
         last_call: timedelta,
         ask: Callable[[Ask, Callable[[], bool]], Answered | None],
     ) -> None:
-        """Make the handler."""
         from torch.distributed import HashStore
         from torch.distributed.elastic.rendezvous import RendezvousClosedError
         from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
