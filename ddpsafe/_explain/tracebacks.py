@@ -59,7 +59,6 @@ class Traceback:
         calls: The last calls so far, in the form of `innermost`.
         is_ignored: Whether Python reports the exception as ignored, or its program as handled.
         is_original: Whether a worker or a replica raised it, and it is part of a wrapper's text.
-        is_stack: Whether it is the stack of a log message, without an exception.
     """
 
     frame: str | None = None
@@ -67,7 +66,6 @@ class Traceback:
     calls: deque[str] = field(default_factory=lambda: deque(maxlen=_MAX_CALLS_OF_TRACEBACK))
     is_ignored: bool = False
     is_original: bool = False
-    is_stack: bool = False
 
 
 class Tracebacks:
@@ -126,8 +124,8 @@ class Tracebacks:
 
         With `is_handled`, the line before it says that its program handles what is raised.
         """
-        if body.startswith("Stack (most recent"):
-            self._of_rank[rank] = Traceback(is_stack=True)
+        if body.startswith("Stack (most recent"):  # of a log message, without an exception
+            self._of_rank[rank] = Traceback()
             return True
         if not body.lstrip(" ╭─").startswith(_STARTS) and not (
             has_following and _RAISED_AGAIN.match(body)
