@@ -441,7 +441,7 @@ BUDGETS: Final = {
     "ddpsafe/_explain": (2_630, "reads any log once, in any launcher's form; the rules are data"),
     "ddpsafe/_job": (3_120, "the channel, the endpoint and the network that all parts use"),
     "ddpsafe/_launcher": (11_040, "52 rows of guarantees.md: start, watch, diagnosis, report"),
-    "ddpsafe/_launcher/nodes": (4_930, "12 rows: who takes part, and one result on all nodes"),
+    "ddpsafe/_launcher/nodes": (4_920, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_660, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (5_900, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (

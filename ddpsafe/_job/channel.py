@@ -314,9 +314,9 @@ class SilenceWatch:
                 extra={"event": "back", "of_node": node},
             )
 
-    def unanswered_s(self, node: int, since_s: float) -> float:
-        """Return how long a launcher has sent nothing, counted from `since_s` (monotonic) at the earliest."""
-        return time.monotonic() - max(since_s, self._heard_s[node])
+    def silent_s(self, node: int) -> float:
+        """Return how long a launcher has sent nothing, in seconds."""
+        return time.monotonic() - self._heard_s[node]
 
     def look(self, connected: Collection[int]) -> None:
         """Warn once of each connected launcher that has been silent for too long."""

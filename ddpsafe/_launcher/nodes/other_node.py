@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import math
 import os
 import time
 from dataclasses import replace
@@ -338,7 +337,7 @@ class Participant:
                 break  # what follows is about the next round
         self._silence.look(self._channel.connected() - self._channel.away())
         failed = any(map(has_failed, self._processes))
-        self._take(Looked(has_failed=failed, silent_s=self._silence.unanswered_s(0, -math.inf)))
+        self._take(Looked(has_failed=failed, silent_s=self._silence.silent_s(0)))
 
     def _serve_status(self, socket: StatusSocket) -> None:
         """Have node 0 answer, which knows all ranks; if it does not, answer for those of this node."""
