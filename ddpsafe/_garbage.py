@@ -17,9 +17,8 @@ def exempt_from_gc(*, after_script: bool = False) -> Iterator[None]:
     No later collection covers a frozen object, so one that becomes part of a garbage cycle is never
     freed.
 
-    Args:
-        after_script: Whether the user's code has run in this process before. Its objects may be or
-            become garbage, so nothing is frozen: full collections after the block still cover everything.
+    With `after_script` the user's code has run in this process before. Its objects may be or become garbage,
+    so nothing is frozen: full collections after the block still cover everything.
     """
     was_enabled = gc.isenabled()
     # A full collection traverses all of torch, which takes 0.1 s, and the import of torch alone

@@ -65,10 +65,8 @@ def _list(options: Namespace) -> int:
 def _find(place: str) -> list[tuple[int | None, Path]]:
     """Return the steps and folders of the checkpoints at a place, newest first.
 
-    Args:
-        place: A directory that a Checkpointer writes to; or the folder of one checkpoint, which may
-            be renamed, copied, or a link such as ``latest``. Its step is ``None`` if its name has
-            none.
+    The place is a directory that a Checkpointer writes to; or the folder of one checkpoint, which may be
+    renamed, copied, or a link such as ``latest``. Its step is ``None`` if its name has none.
     """
     path = Path(place).absolute()
     folder = path.resolve()

@@ -240,8 +240,7 @@ def _search_s(pattern: re.Pattern[str], text: str) -> float:
 def read_rule_files(paths: Iterable[Path]) -> Catalogue:
     """Return the catalogue of ddpsafe with the rules of a user's files, which come first.
 
-    Args:
-        paths: Files, and folders, of which every ``*.toml`` is read.
+    Of a folder, every ``*.toml`` is read.
 
     Raises:
         ConfigError: A file cannot be read or a rule is wrong; it lists every problem.

@@ -67,11 +67,9 @@ def _start_of(pid: int) -> int | None:
 class PeerWatch:
     """Finds ranks that have exited: on this host by their process, on others by their heartbeat, if any.
 
-    A thread renews this rank's own heartbeat.
-
-    Args:
-        beats: The name under which all ranks send heartbeats; empty to send none. A rank that holds the
-            interpreter's lock sends none meanwhile, so only code of ddpsafe may run then.
+    A thread renews this rank's own heartbeat. All ranks send theirs under the name `beats`, or none if that
+    is empty. A rank that holds the interpreter's lock sends none meanwhile, so only code of ddpsafe may run
+    then.
     """
 
     def __init__(self, control: Control, rank: int, *, beats: str = "") -> None:

@@ -21,9 +21,8 @@ MIN_SECRET_CHARS: Final = 16
 class Signer:
     """Signs the values that a job writes where others can write too, and rejects those of others.
 
-    Args:
-        scope: What the values are for. A value that was signed for another scope or another key is
-            rejected, so a scope that is new for each start rejects old values.
+    The scope is what the values are for. A value that was signed for another scope or another key is
+    rejected, so a scope that is new for each start rejects old values.
     """
 
     _MAC_CHARS: Final = 64

@@ -50,13 +50,10 @@ class Keys(Protocol):
 class FolderStore:
     """A store for ranks of one host; each key is a file in a folder.
 
-    It has no server that could be suspended or starved, and no lock: wherever a rank is stopped or
-    killed, every key is either set or not. If the folder is removed meanwhile (by a cleaner of temporary
-    files, or at the logout of its user), whoever notices makes it again, and each rank puts back what it
-    has set itself.
-
-    Args:
-        folder: The folder; made if it does not exist. It must be private to the user.
+    It has no server that could be suspended or starved, and no lock: wherever a rank is stopped or killed,
+    every key is either set or not. If the folder is removed meanwhile (by a cleaner of temporary files, or at
+    the logout of its user), whoever notices makes it again, and each rank puts back what it has set itself.
+    The folder is made if it does not exist. It must be private to the user.
     """
 
     _numbers = itertools.count()
@@ -183,10 +180,8 @@ class FolderStore:
 class ReopenedStore:
     """A store on another host: a connection that breaks is opened again, and the call made again.
 
-    Once it could not be opened again, each call fails at once.
-
-    Args:
-        reopen_store: Does so after an outage, and waits for the network.
+    Once it could not be opened again, each call fails at once. `reopen_store` connects to it after an outage,
+    and waits for the network.
     """
 
     def __init__(
@@ -241,10 +236,8 @@ class ReopenedStore:
 class SignedKeys:
     """Signed keys, for a store to which others can write: an unsigned value counts as not set.
 
-    This rejects forged values. It does not protect the store itself: others can still remove keys.
-
-    Args:
-        scope: See `Signer`; new for each start of the ranks.
+    This rejects forged values. It does not protect the store itself: others can still remove keys. The scope
+    is that of a `Signer`, new for each start of the ranks.
     """
 
     _MAX_TRIES: Final = 8

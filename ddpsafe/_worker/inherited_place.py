@@ -41,9 +41,8 @@ def prepare_interpreters() -> None:
 def refuse_to_join(mark: str) -> None:
     """Have ``init_process_group`` raise in this process, if it would join in the place of its parent.
 
-    Args:
-        mark: `JOINED` of the parent; empty if it is in no group. A fork server may have been started before
-            the parent joined or left.
+    `mark` is `JOINED` of the parent; empty if it is in no group. A fork server may have been started before
+    the parent joined or left.
     """
     if mark:
         os.environ[JOINED] = mark

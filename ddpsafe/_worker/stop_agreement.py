@@ -218,10 +218,8 @@ class LauncherLine(Others):
 class Stopping:
     """One rank's state for `stop_requested`.
 
-    Nothing changes in a rank that never calls it: signals keep their effect, and no thread starts.
-
-    Args:
-        limit: See `StopCalls.answer`.
+    Nothing changes in a rank that never calls it: signals keep their effect, and no thread starts. `limit` is
+    that of `StopCalls.answer`.
 
     Attributes:
         signals: The stop signals that this process received.

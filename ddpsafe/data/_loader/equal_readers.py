@@ -44,8 +44,7 @@ _history: list[str] = []
 class EqualReaders:
     """Compares the first samples of one loader's readers with those of all others.
 
-    Args:
-        loader: The loader; only one that reads a stream is looked at, in its first pass.
+    Only a loader that reads a stream is looked at, in its first pass.
     """
 
     def __init__(self, loader: DataLoader[Any]) -> None:
