@@ -197,8 +197,20 @@ def own_semaphores() -> Iterator[Path]:
 def _files_held_by_strangers() -> set[Path]:
     """Find the shared memory that processes of other runs on this machine have mapped or open."""
     ours = {*_processes_of_this_run(_pids()), os.getpid()}
-    held = {number for pid in psutil.pids() if pid not in ours for number in _held_by(pid)}
-    return {path for path in _shared_memory() if _number_of(path) in held}
+    strangers = [pid for pid in psutil.pids() if pid not in ours]
+    held = {number for pid in strangers for number in _held_by(pid)}
+    # No process holds a tensor on its way from a DataLoader's worker, or of a rank that has ended.
+    patterns = SHARED[:1] if any(map(_removes_tensors, strangers)) else ()
+    waiting = {path for pattern in patterns for path in SHARED_MEMORY.glob(pattern)}
+    return waiting | {path for path in _shared_memory() if _number_of(path) in held}
+
+
+def _removes_tensors(pid: int) -> bool:
+    """Return whether a process is the one of torch that removes shared tensors later."""
+    try:
+        return bool(psutil.Process(pid).name() == "torch_shm_manager")
+    except psutil.Error:  # it ended
+        return False
 
 
 def _held_by(pid: int) -> Iterator[int]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from exception_programs import LostSampleError, raise_own_error, vanish_badly
 from hang_programs import FOREVER_S, hold_the_gil, sleep
+from leftovers import SHARED_MEMORY
 from torch.utils.data import DataLoader
 from training_programs import average_gradients, mark
 
@@ -134,6 +135,41 @@ def lose_a_loader_worker(ctx: RankContext, folder: Path) -> None:
     numbers: Any = Numbers(folder, 40 if ctx.rank == 1 else None)
     for _ in DataLoader(numbers, batch_size=8, num_workers=1):
         average_gradients()
+
+
+class Ones:
+    """A dataset of tensors, which a DataLoader's worker sends to its rank in shared memory."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return a tensor."""
+        return torch.ones(1000)
+
+
+def share_as_files(ctx: RankContext, folder: Path, temporary: str, how: str) -> None:
+    """Share tensors, also from a DataLoader's worker, as files of `/dev/shm`; then end in some way, or wait."""
+    os.environ["TMPDIR"] = temporary  # of torch's process that is to remove the files, too
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    ones: Any = Ones()
+    loader = iter(DataLoader(ones, batch_size=8, num_workers=1, multiprocessing_context="fork"))
+    kept = [next(loader), torch.ones(1000).share_memory_()]
+    pids = [os.getpid(), *(worker.pid for worker in loader._workers)]
+    files = [" ".join(each.name for each in SHARED_MEMORY.glob(f"torch_{pid}_*")) for pid in pids]
+    assert all(files), files
+    (folder / f"shared-{os.getpid()}").write_text(" ".join(files))
+    (folder / f"pids-{ctx.rank}").write_text(" ".join(map(str, pids)))
+    ctx.barrier("all have shared tensors")
+    (folder / f"ready-{ctx.rank}").touch()
+    if how == "wait":
+        sleep(folder)
+    if ctx.rank == 1 and how != "return":
+        mark(folder)
+        raise_own_error(folder) if how == "raise" else os.kill(os.getpid(), signal.SIGKILL)
+    if how != "return":
+        average_gradients()
+    assert kept
 
 
 def work_with_everything(ctx: RankContext, folder: Path, how: str) -> None:

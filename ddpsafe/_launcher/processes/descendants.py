@@ -19,10 +19,19 @@ from ddpsafe._wire.exception_facts import clip
 from ddpsafe._wire.spec import MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
 _MAX_COMMAND: Final = 80
 _FEWEST_LOOKS: Final = 3
+
+CLEAN_UP_S: Final = {"torch_shm_manager": 5.0}
+"""Programs that remove what other processes have left, once those have ended; and how long that may take, in seconds.
+
+torch starts one in each process that shares tensors as files in /dev/shm (``set_sharing_strategy("file_system")``).
+It removes them when the processes that use them have ended, and ends itself 2 s after the last one, with its
+folder: ``SHUTDOWN_TIMEOUT`` in torch/lib/libshm/manager.cpp, 2.1 s measured with torch 2.13.
+"""
+_CLEAN_UP_LOOK_S: Final = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +130,39 @@ def kill_members(
 ) -> dict[psutil.Process, str]:
     """Kill what is left of a launch; return the processes, with the command line of each, empty if unknown.
 
+    The programs of `CLEAN_UP_S` are killed last, once they have had time to do their work.
     It looks for new processes for `within_s` seconds, and a few times at least. This process's children are
     still to be reaped by their owner.
     """
     known = [rank for rank in ranks if rank.owns_session() is not False]
     killed: dict[psutil.Process, str] = {}
+    known, cleaning = _kill_until_gone(known, launch_id, within_s, killed, CLEAN_UP_S)
+    if cleaning:  # all that they clean up after has ended
+        ends = time.monotonic() + max(CLEAN_UP_S.values())
+        while any(map(_is_running, cleaning)) and time.monotonic() < ends:
+            time.sleep(_CLEAN_UP_LOOK_S)
+        _kill_until_gone(known, launch_id, within_s, killed, ())
+    return killed
+
+
+def _kill_until_gone(
+    known: list[RankIdentity],
+    launch_id: str,
+    within_s: float,
+    killed: dict[psutil.Process, str],
+    spared_names: Container[str],
+) -> tuple[list[RankIdentity], list[psutil.Process]]:
+    """Kill the members of a launch until no new ones appear, and add them to `killed`.
+
+    Returns:
+        The ranks, as they are identified now, and the members that were spared for their names.
+    """
     ends = time.monotonic() + within_s
+    spared: list[psutil.Process] = []
     for look in itertools.count():
-        members = find_members(known, launch_id)
+        found = find_members(known, launch_id)
+        spared = [member for member in found if _name_of(member) in spared_names]
+        members = [member for member in found if member not in spared]
         # On a busy machine one look may take longer than `within_s`, and still has to have an effect.
         if not members or (look >= _FEWEST_LOOKS and time.monotonic() > ends):
             break
@@ -142,7 +176,20 @@ def kill_members(
         psutil.wait_procs(members, timeout=0.05)
         # A process may have forked while it was killed; then no process known in the session is left.
         known = [rank if rank.owns_session() else replace(rank, left=None) for rank in known]
-    return killed
+    return known, spared
+
+
+def _name_of(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.Error, OSError):
+        return str(process.name())
+    return ""
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Return whether a process runs; not if it has ended and its parent does not care, as in some containers."""
+    with contextlib.suppress(psutil.Error, OSError):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def command_of(process: psutil.Process) -> str:

@@ -18,6 +18,7 @@ import psutil
 from ddpsafe import _gpus
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.processes.descendants import (
+    CLEAN_UP_S,
     describe_program,
     is_in_kernel,
     kill_members,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_HELPERS: Final = ("multiprocessing.", "torch_shm_manager", "/torch/_inductor/")
+_HELPERS: Final = ("multiprocessing.", "/torch/_inductor/", *CLEAN_UP_S)
 """Parts of the command lines of processes that libraries start for themselves, and end late."""
 _SHOWN_PROGRAMS: Final = 4
 
