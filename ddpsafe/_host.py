@@ -47,6 +47,8 @@ class ProcessStat(NamedTuple):
         started: When it started, in clock ticks since boot. With the pid it identifies a process even
             after the kernel has given the pid to another one.
         resident_pages: How many pages of memory it uses.
+        user_ticks: How much processor time all its threads have used, in clock ticks.
+        system_ticks: How much the kernel has used for it.
     """
 
     state: str
@@ -55,6 +57,8 @@ class ProcessStat(NamedTuple):
     major_faults: int
     started: int
     resident_pages: int
+    user_ticks: int
+    system_ticks: int
 
 
 def read_stat(name: int | str) -> ProcessStat:
@@ -67,7 +71,7 @@ def read_stat(name: int | str) -> ProcessStat:
         # The command's name, in parentheses, may contain anything, parentheses too. After it comes
         # field 3 of proc(5).
         fields = file.read().rpartition(b")")[2].split()
-    numbers = (int(fields[field - 3]) for field in (4, 6, 12, 22, 24))
+    numbers = (int(fields[field - 3]) for field in (4, 6, 12, 22, 24, 14, 15))
     return ProcessStat(fields[0].decode(), *numbers)
 
 

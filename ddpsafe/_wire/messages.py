@@ -626,6 +626,7 @@ class RankOutcome:
         before: Where it was before, if it went on only when another rank had given up waiting; then
             `position` and `stack` are those from before, too.
         unanswered: Its connections without a reply from the other host, before anything ended.
+        cpu_limit_s: The limit of processor time that it has reached, if that has ended it.
     """
 
     rank: int
@@ -653,6 +654,7 @@ class RankOutcome:
     said: str | None = None
     before: BeforeFirstEnd | None = None
     unanswered: tuple[Unanswered, ...] = ()
+    cpu_limit_s: int | None = None
 
     def error_text(self) -> str:
         """Return what it wrote to stderr, or the last part of it."""

@@ -66,6 +66,21 @@ def test_a_crash_in_native_code_shows_the_python_line(
     assert "Fatal Python error" in error.log_path.read_text()
 
 
+@pytest.mark.full
+def test_a_rank_that_has_used_its_processor_time_is_told_from_one_killed_for_memory(
+    tmp_path: Path,
+) -> None:
+    """The kernel sends SIGKILL at the hard limit, which ``ulimit -t`` sets and ranks inherit."""
+    statements = """
+        import exception_programs, resource
+        resource.setrlimit(resource.RLIMIT_CPU, (6, 6))
+        ddpsafe.launch(exception_programs.use_the_processor, **options | {"start_method": "spawn"})
+    """
+    run = run_script(tmp_path, statements)
+    assert "rank 1 (world_size 2) was killed by SIGKILL" in run.err
+    assert "it has used the 6 s of processor time" in run.err
+
+
 @pytest.mark.parametrize(
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )

@@ -222,6 +222,13 @@ def die_by_null_pointer(_folder: Path) -> None:
     ctypes.string_at(0)  # stuck here
 
 
+def use_the_processor(ctx: RankContext) -> None:
+    """Compute in rank 1 until a limit of processor time ends it; the other ranks wait."""
+    while ctx.rank == 1:
+        pass
+    average_gradients()
+
+
 def die_by_short_mapping(folder: Path) -> None:
     """Read beyond the end of a mapped file: a real SIGBUS, as with a full /dev/shm."""
     import mmap

@@ -136,7 +136,35 @@ _BY_SIGNAL: Final[dict[int, Advice]] = {
         "native code aborted: a failed assertion, or collectives of different sizes under gloo.",
         "read the end of the log below; compare the shapes that the ranks pass, also after an except.",
     ),
+    int(signal.SIGILL): (
+        "native code was built for another processor: this one lacks an instruction that it uses.",
+        "the Python stack in the log below leads to it; install a build for {host}, or build it there.",
+    ),
+    int(signal.SIGFPE): (
+        "native code divided an integer by zero; floating point numbers do not do this.",
+        "the Python stack in the log below leads to it; look for a size or a count of 0 that is passed.",
+    ),
+    int(signal.SIGTRAP): (
+        "native code ended itself at a failed check, or at a breakpoint without a debugger.",
+        "read the end of the log below; see which library was called last.",
+    ),
+    int(signal.SIGXCPU): (
+        "the limit of processor time is used up: ulimit -t, which login nodes set, or RLIMIT_CPU in the script.",
+        "run it as a job of the scheduler (sbatch, srun), or raise the limit (ulimit -t unlimited).",
+    ),
+    **dict.fromkeys(
+        map(int, (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)),
+        (
+            "a timer of the rank itself: signal.alarm() or setitimer(), and no handler for its signal.",
+            "set the handler before the timer, or cancel it (signal.alarm(0)) once the work is done.",
+        ),
+    ),
 }
+
+_CPU_LIMIT: Final[Advice] = (
+    "it has used the {limit_s} s of processor time that a rank may use (ulimit -t), as login nodes set it.",
+    _BY_SIGNAL[signal.SIGXCPU][1],
+)
 
 _ON_THE_GPU: Final[Advice] = (
     "a kernel failed on the GPU: an index out of range, a bug in a kernel, or the GPU itself.",
@@ -553,7 +581,9 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     number = -(root.exit_code or 0)
     kind: FailureKind = "killed"
     advice = _filled(_BY_SIGNAL.get(number, _OTHER_SIGNAL), root)
-    if number == signal.SIGKILL and ended.oom_kills:
+    if root.cpu_limit_s is not None:
+        advice = _filled(_CPU_LIMIT, root, limit_s=str(root.cpu_limit_s))
+    elif number == signal.SIGKILL and ended.oom_kills:
         kind, advice = "out-of-memory", _filled(ADVICE["DS-MEM-host-oom"], root)
     if is_endless_recursion(root.error_text()):
         advice = _RECURSION

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import resource
 import signal
 import socket
 import time
@@ -170,8 +171,16 @@ class StopState:
 
 
 _REAP_S = 0.5
+_LIMIT_MARGIN_S = 1.0  # the kernel compares whole seconds
 # Signals that a program's own fault raises, as distinct from those that another process sends.
-_CRASHES = {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
+_CRASHES = {
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+    signal.SIGTRAP,
+}
 
 
 class Activity(NamedTuple):
@@ -196,6 +205,15 @@ def read_activity(pid: int | None) -> Activity:
     except (OSError, ValueError, IndexError):
         return Activity()
     return Activity(state=state, ran=(spent_ns, slices))
+
+
+def _read_cpu_s(rank: RankIdentity) -> float | None:
+    """Return the processor time that a rank which has ended had used; ``None`` once it has been reaped."""
+    with contextlib.suppress(OSError):
+        stat = read_stat(rank.pid)
+        if stat.started == rank.started:
+            return (stat.user_ticks + stat.system_ticks) / os.sysconf("SC_CLK_TCK")
+    return None
 
 
 class RankState:
@@ -432,6 +450,7 @@ class RankProcess(RankState):
         self._is_lent = False
         self._is_abandoned = False
         self._pidfd = open_pidfd(process.pid)
+        self._cpu_s: float | None = None
         self.identity = RankIdentity.of(process.pid) if process.pid is not None else None
         self._track = track
         if self.identity is not None:
@@ -542,6 +561,7 @@ class RankProcess(RankState):
         """
         if self.identity is not None and self.ended_ns is None:
             # Before it is reaped: after that another process may get its pid.
+            self._cpu_s = _read_cpu_s(self.identity)
             self.identity = self.identity.ended()
             self._track(self.identity)
         self._process.join(_REAP_S)
@@ -549,6 +569,20 @@ class RankProcess(RankState):
         if self.spec.style == "run" and self.exitcode == 0 and not self.is_being_ended:
             self._take_exit_code_0()
         self.ended_ns = seen_ns
+
+    @property
+    def _cpu_limit_s(self) -> int | None:
+        """The limit of processor time that has ended it, which it has inherited; see `RankOutcome`."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_CPU)
+        # The kernel compares in this order. With ``ulimit -t`` both limits are the same.
+        limits = {-signal.SIGKILL: hard, -signal.SIGXCPU: soft}
+        limit = limits.get(self.exitcode or 0, resource.RLIM_INFINITY)
+        if limit == resource.RLIM_INFINITY or self.ended_ns is None:
+            return None
+        # A fork server reaps its ranks at once. How long it ran is then the best guess for a busy rank.
+        lived_s = (self.ended_ns - self.began_ns["starting"]) / 1e9
+        used_s = lived_s if self._cpu_s is None else self._cpu_s
+        return limit if used_s > limit - _LIMIT_MARGIN_S else None
 
     def _take_exit_code_0(self) -> None:
         """Take exit code 0 of a script for its success, as torchrun does, although it reported nothing."""
@@ -592,6 +626,7 @@ class RankProcess(RankState):
             began_ns=self.began_ns,
             unanswered=self.unanswered,
             exited_at="" if self.returned is None else self.returned.exited_at,
+            cpu_limit_s=self._cpu_limit_s,
         )
         if self.reading is not None:
             outcome = self._with_reading(outcome, self.reading)
