@@ -190,6 +190,14 @@ _FULL_DISK: Final = re.compile(
     r"|No space left on device|Disk quota exceeded|\bFile too large",
     re.IGNORECASE | re.DOTALL,
 )
+_FULL_SHARED_MEMORY: Final = re.compile(
+    # torch's allocator of shared files; its worker of a DataLoader quotes that in an error of its own.
+    r"shared memory.{0,200}No space left|unable to (?:resize|write to) file </torch_"
+    r"|No space left on device.{0,80}/dev/shm/",
+    re.IGNORECASE | re.DOTALL,
+)
+_IN_SHARED_MEMORY: Final = re.compile(r"/multiprocessing/(?:synchronize|heap|shared_memory)\.py$")
+"""Where Python makes semaphores and shared memory: its OSError names no file."""
 _OF_A_BACKEND: Final = re.compile(
     r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[|originated at tensorpipe|^RuntimeError: RPCErr:",
     re.IGNORECASE,
@@ -326,6 +334,12 @@ def find_signal_of_worker(line: str) -> int:
 def is_full_disk(line: str) -> bool:
     """Return whether a file could not be written because of a full disk, a quota or a size limit."""
     return _FULL_DISK.search(line) is not None
+
+
+def is_full_shared_memory(line: str, file: str) -> bool:
+    """Return whether /dev/shm is full, by the text of an exception and the file that raised it."""
+    is_full = "No space left on device" in line and _IN_SHARED_MEMORY.search(file) is not None
+    return is_full or _FULL_SHARED_MEMORY.search(line) is not None
 
 
 _UNFINISHED_REDUCTION: Final = re.compile(

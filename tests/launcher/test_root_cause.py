@@ -7,6 +7,7 @@ them; their texts are those of torch, gloo and the system in real runs.
 from __future__ import annotations
 
 import errno
+import multiprocessing.synchronize
 import pickle
 import re
 import signal
@@ -249,6 +250,12 @@ def worker_exits() -> None:
     first = "DataLoader worker (pid 12) exited unexpectedly with exit code 5. Details are lost"
     msg = "DataLoader worker (pid(s) 12) exited unexpectedly"
     raise RuntimeError(msg) from RuntimeError(first)
+
+
+def no_room_for_a_lock() -> None:
+    """Raise the error of a lock of `multiprocessing` while /dev/shm is full."""
+    source = f"raise OSError({errno.ENOSPC}, 'No space left on device')"
+    exec(compile(source, multiprocessing.synchronize.__file__, "exec"))
 
 
 def no_space() -> None:
@@ -981,6 +988,18 @@ KINDS: Final = [
     of_kind("a full disk in a file of the script's",
         raising(OSError(errno.ENOSPC, "No space left on device")), "user-error", "running",
         "no room to write"),
+    of_kind("a full /dev/shm in torch's allocator",
+        raising(RuntimeError("unable to allocate shared memory(shm) for file </torch_6947_4020290523_0>: "
+        "No space left on device (28)")), "user-error", "running", "--shm-size"),
+    of_kind("a full /dev/shm in a worker of torch's loader",
+        raising(RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback "
+        "(most recent call last):\nRuntimeError: unable to write to file </torch_9_1>: No space left on device"
+        " (28)")), "user-error", "running", "--shm-size"),
+    of_kind("a full /dev/shm in a lock of multiprocessing", no_room_for_a_lock, "user-error", "running",
+        "--shm-size"),
+    of_kind("a full /dev/shm in a file of the script's",
+        raising(OSError(errno.ENOSPC, "No space left on device", "/dev/shm/cache")), "user-error", "running",
+        "--shm-size"),
     of_kind("a download that breaks in gloo's words",
         raising(ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")), "network"),
     of_kind("a pipe in gloo's words", raising(RuntimeError("send to worker 3 failed: Broken pipe")),

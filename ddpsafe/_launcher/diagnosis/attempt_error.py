@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import psutil
 
 from ddpsafe import _gpus
-from ddpsafe._advice import ADVICE
+from ddpsafe._advice import ADVICE, GENERAL
 from ddpsafe._config.durations import show_duration
 from ddpsafe._errors import (
     DDPSafeError,
@@ -171,8 +171,16 @@ _ON_THE_GPU: Final[Advice] = (
     "CUDA_LAUNCH_BLOCKING=1 shows the line; if the line changes from run to run, look for an Xid in dmesg.",
 )
 
+
+def _general(code: str) -> Advice:
+    """Return the advice of a code, without facts."""
+    cause, fix = ADVICE[code]
+    return cause.format(**GENERAL), fix.format(**GENERAL)
+
+
 _BY_TOPIC: Final[dict[Topic, Advice]] = {
     "port": _BY_KIND["port"],
+    "shared-memory": _general("DS-MEM-shm"),
     "disk": (
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",

@@ -17,6 +17,7 @@ and a row to tests/launcher/test_root_cause.py.
 from __future__ import annotations
 
 import math
+import re
 import signal
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from ddpsafe._wire.foreign_texts import (
     find_fingerprint,
     find_kind,
     is_full_disk,
+    is_full_shared_memory,
     is_unfinished_reduction,
     says_worker_exited,
 )
@@ -852,8 +854,11 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 # ---- the kind of failure that an exception is ----
 
 
-Topic = Literal["port", "disk", "worker-exit", "unfinished-reduction"]
+Topic = Literal["port", "worker-exit", "unfinished-reduction", "shared-memory", "disk"]
 """What an exception is about, if there is special advice for it whatever its kind."""
+
+
+_FILE: Final = re.compile(r'^ +File "(.+?)", line \d+', re.MULTILINE)
 
 
 def find_topic(raised: Raised) -> Topic | None:
@@ -867,6 +872,9 @@ def find_topic(raised: Raised) -> Topic | None:
         return "worker-exit"
     if is_unfinished_reduction(raised.message):
         return "unfinished-reduction"
+    files = _FILE.findall(raised.traceback)
+    if is_full_shared_memory(line, files[-1] if files else ""):
+        return "shared-memory"
     return "disk" if is_full_disk(line) else None
 
 
