@@ -198,6 +198,7 @@ _FULL_SHARED_MEMORY: Final = re.compile(
 )
 _IN_SHARED_MEMORY: Final = re.compile(r"/multiprocessing/(?:synchronize|heap|shared_memory)\.py$")
 """Where Python makes semaphores and shared memory: its OSError names no file."""
+_NO_DESCRIPTORS: Final = re.compile(r"Too many open files(?! in system)|items of ancdata")
 _OF_A_BACKEND: Final = re.compile(
     r"/gloo/|nccl|c10d|ProcessGroup|(?:Read error|closed by peer) \[|originated at tensorpipe|^RuntimeError: RPCErr:",
     re.IGNORECASE,
@@ -340,6 +341,11 @@ def is_full_shared_memory(line: str, file: str) -> bool:
     """Return whether /dev/shm is full, by the text of an exception and the file that raised it."""
     is_full = "No space left on device" in line and _IN_SHARED_MEMORY.search(file) is not None
     return is_full or _FULL_SHARED_MEMORY.search(line) is not None
+
+
+def has_no_descriptors(line: str) -> bool:
+    """Return whether a process could not open a file, or take one from another process, at its limit of them."""
+    return _NO_DESCRIPTORS.search(line) is not None
 
 
 _UNFINISHED_REDUCTION: Final = re.compile(

@@ -180,6 +180,7 @@ def _general(code: str) -> Advice:
 
 _BY_TOPIC: Final[dict[Topic, Advice]] = {
     "port": _BY_KIND["port"],
+    "descriptors": _general("DS-MEM-descriptors"),
     "shared-memory": _general("DS-MEM-shm"),
     "disk": (
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",

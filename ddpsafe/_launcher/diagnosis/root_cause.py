@@ -30,6 +30,7 @@ from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, differ
 from ddpsafe._wire.foreign_texts import (
     find_fingerprint,
     find_kind,
+    has_no_descriptors,
     is_full_disk,
     is_full_shared_memory,
     is_unfinished_reduction,
@@ -854,7 +855,9 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 # ---- the kind of failure that an exception is ----
 
 
-Topic = Literal["port", "worker-exit", "unfinished-reduction", "shared-memory", "disk"]
+Topic = Literal[
+    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk"
+]
 """What an exception is about, if there is special advice for it whatever its kind."""
 
 
@@ -872,6 +875,8 @@ def find_topic(raised: Raised) -> Topic | None:
         return "worker-exit"
     if is_unfinished_reduction(raised.message):
         return "unfinished-reduction"
+    if has_no_descriptors(line):
+        return "descriptors"
     files = _FILE.findall(raised.traceback)
     if is_full_shared_memory(line, files[-1] if files else ""):
         return "shared-memory"
