@@ -196,6 +196,8 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
     ),
 }
 
+_LOST_CODE: Final = re.compile(r"-?[1-9]\d{2,8}")
+"""What `sys.exit` was given, if that may have no bit among the eight that the system keeps."""
 _USAGE: Final = 2
 """The exit code of argparse for arguments that are missing or unknown."""
 _LOCAL_RANK: Final = re.compile(r"error: the following arguments are required:.*--local[-_]rank")
@@ -635,8 +637,11 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
         likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
-        if not raised.message.isdigit() and raised.message:
+        if raised.message not in ("", str(code)):
             likely += f": {clip(raised.message, _MAX_MESSAGE)}"
+        if _LOST_CODE.fullmatch(raised.message) and int(raised.message) % 256 == 0:
+            likely += ", which the system would make 0, a success, so ddpsafe makes it 1"
+            fix = "os.system() returns such a status: pass os.waitstatus_to_exitcode(status) to sys.exit()."
         if code == _USAGE and _LOCAL_RANK.search(root.error_text()):  # handled in argparse itself
             likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
         elif raised.handled:
