@@ -435,10 +435,16 @@ def test_two_launchers_on_one_host_meet_on_loopback(tmp_path: Path) -> None:
 
 def test_the_command_exits_with_the_exit_status_of_a_program(tmp_path: Path) -> None:
     """That holds for an exit code and for a signal."""
-    for command, code in (("exit 7", 7), ("kill -9 $$", 137)):
+    for command, code, cause in (
+        ("exit 7", 7, "the program ended with that code."),
+        ("kill -9 $$", 137, "was killed by SIGKILL"),
+        ("sh -c 'kill -11 $$'; exit $?", 139, "when SIGSEGV has ended what it runs."),
+    ):
         kept = str(tmp_path / command.split()[0])
         options = ("--nproc-per-node", "1", "--run-dir", kept, "--no-python")
-        assert run(tmp_path, *options, "sh", "-c", command).code == code
+        done = run(tmp_path, *options, "sh", "-c", command)
+        assert done.code == code
+        assert cause in done.err
 
 
 def test_every_field_of_timeouts_and_retry_has_an_option() -> None:

@@ -40,7 +40,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     kind_of,
 )
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
-from ddpsafe._text import name_cells, ranks_text
+from ddpsafe._text import name_cells, ranks_text, signal_name
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import DUMPED_CALL, clip, find_own_files
 from ddpsafe._wire.foreign_texts import (
@@ -198,6 +198,8 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
 
 _LOST_CODE: Final = re.compile(r"-?[1-9]\d{2,8}")
 """What `sys.exit` was given, if that may have no bit among the eight that the system keeps."""
+_ENDED_BY_SIGNAL: Final = 128
+"""A shell adds this to the number of the signal that has ended a program."""
 _USAGE: Final = 2
 """The exit code of argparse for arguments that are missing or unknown."""
 _LOCAL_RANK: Final = re.compile(r"error: the following arguments are required:.*--local[-_]rank")
@@ -636,7 +638,12 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     fix = f"{'let the script reach its end' if ended.is_script else 'return from the function'} for success; raise an exception to report a failure."
     if raised is not None and raised.exit_code is not None:
         code = raised.exit_code
-        likely = f"{raised.type_name} was raised at {raised.where or 'an unknown line'}"
+        likely = f"{raised.type_name} was raised at {raised.where}"
+        if not raised.where:  # under --no-python
+            likely, number = "the program ended with that code", code - _ENDED_BY_SIGNAL
+            if 0 < number <= signal.SIGRTMAX:
+                likely += f", as a shell does when {signal_name(number)} has ended what it runs"
+            fix = "see the end of its output above or in the log."
         if raised.message not in ("", str(code)):
             likely += f": {clip(raised.message, _MAX_MESSAGE)}"
         if _LOST_CODE.fullmatch(raised.message) and int(raised.message) % 256 == 0:
