@@ -92,6 +92,10 @@ def use_after_cleaning(ctx: RankContext, folder: Path) -> dict[str, object]:
     spec = this_rank.spec
     assert spec is not None
     average_gradients()
+    # A cleaner removes what is old, so the launcher has the logs open by then.
+    files = Path(f"/proc/{spec.launcher_pid}/fd")
+    log = os.path.realpath(spec.logs.stdout)
+    wait_until(lambda: log in map(os.path.realpath, files.iterdir()))
     ctx.barrier()
     if ctx.rank == 1:
         shutil.rmtree(spec.run_dir)
