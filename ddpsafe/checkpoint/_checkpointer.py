@@ -440,7 +440,7 @@ class Checkpointer:
         pending.finish()
         self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
         if self._schedule is not None:
-            self._schedule.note_saved()
+            self._schedule.note_written()
         if self._memory is not None and self._memory.is_given_up:  # until now, a restart needed it
             self._memory.close(frees=True)
             self._memory = None

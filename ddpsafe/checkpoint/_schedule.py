@@ -65,7 +65,7 @@ class Schedule:
         self._next_step = 0
         self._saving: tuple[int, float] | None = None
         self._first_s = self._spent_s = 0.0
-        self._saved_s = time.monotonic() - waited_s
+        self._saved_s = self._written_s = time.monotonic() - waited_s
         self._first: tuple[int, float] | None = None
         self._next_check = 0
         self._last_step: int | None = None
@@ -75,8 +75,13 @@ class Schedule:
         return Schedule(self._every, waited_s)
 
     def waited_s(self) -> float:
-        """Return how long ago the last save was, in seconds."""
-        return time.monotonic() - self._saved_s
+        """Return how long ago the last save began that has been written, in seconds."""
+        return time.monotonic() - self._written_s
+
+    def note_written(self) -> None:
+        """Note that the save that began last has been written."""
+        if self._saving is not None:
+            self._written_s = self._saving[1]
 
     def begin(self, step: int) -> Costs | None:
         """Begin a save, and return what was measured before it; ``None`` if that was nothing.
