@@ -7,6 +7,7 @@ once which ranks have arrived, and every rank can read it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -157,7 +158,7 @@ class Control:
         """Wait until every rank has reached the barrier of that name; every use of it is a new barrier.
 
         Ranks may exit right after it if `is_last`. `text` is the call, if a wait in it is one for all ranks,
-        without a limit that the caller has set for it alone. `may_go` is asked after `_ALONE` whether this
+        without a limit that the caller has set for it alone. `may_go` is asked every `_ALONE` whether this
         rank stops waiting; the others go on then.
 
         Returns:
@@ -175,9 +176,16 @@ class Control:
             enclosing: AbstractContextManager[None] = contextlib.nullcontext()
             if text:
                 enclosing = self.waits.inside(name, self._uses[name], text, ranks)
-            alone = deadline.earlier(Deadline.after(_ALONE))
-            if may_go is not None and not self.wait_for(*ends, deadline=alone) and may_go():
-                return [rank for rank in ranks if not self.is_set(f"control/{use}/{rank}")]
+            while (
+                may_go is not None
+                and not deadline.expired()
+                and not self.wait_for(*ends, deadline=deadline.earlier(Deadline.after(_ALONE)))
+            ):
+                if may_go():  # one of them: asking for each takes long in a large job
+                    absent_now = (
+                        rank for rank in ranks if not self.is_set(f"control/{use}/{rank}")
+                    )
+                    return [*itertools.islice(absent_now, 1)]
             with enclosing:
                 # Again if what was found is gone: the store was removed, and its ranks put back their keys.
                 while (

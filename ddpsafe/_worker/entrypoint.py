@@ -15,7 +15,8 @@ import threading
 import time
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast
 
 from ddpsafe import _stdlib_private
 from ddpsafe._clock import BoundedCall, Deadline, HeldClock
@@ -70,12 +71,12 @@ from ddpsafe._worker.stop_agreement import LauncherLine, StopCalls, Stopping
 from ddpsafe._worker.stop_signals import prepare_helpers, set_death_signal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from types import FrameType
 
     import torch
 
-    from ddpsafe._wire.messages import Phase
+    from ddpsafe._wire.messages import Collective, Phase
     from ddpsafe._wire.rank_pipe import Inheritance
     from ddpsafe._wire.spec import RankSpec
 
@@ -83,6 +84,9 @@ if TYPE_CHECKING:
 
 
 _GIB = 1 << 30
+
+_SETTLED: Final = timedelta(milliseconds=50)
+_LOOK_S: Final = 0.002
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -221,13 +225,19 @@ class Reporter:
                     file.truncate()
                 is_shared = True
         position = read_position(asks_events=False)
+        settled = Deadline.after(
+            _SETTLED
+        )  # torch notes the end of a call a moment after it has returned
+        while not all(call.done for call in position.collectives) and not settled.expired():
+            time.sleep(_LOOK_S)
+            position = read_position(asks_events=False)
         self._sender.send(
             Returned(
                 payload=None if is_shared else bytes(pickled),
                 position=position,
                 stop_calls=stop_calls,
                 exited_at=exited_at,
-                has_callers=_has_callers(position),
+                has_callers=_has_callers(position.collectives),
             )
         )
         self._log_if_unsent("the rank has ended in order, but the pipe to the launcher is closed")
@@ -341,9 +351,9 @@ class Reporter:
         self._sender.send(Recovered())
 
 
-def _has_callers(position: Position) -> bool:
+def _has_callers(calls: Iterable[Collective]) -> bool:
     """Return whether other threads than the main one have called collectives, and still run."""
-    callers = {call.thread_id for call in position.collectives}
+    callers = {call.thread_id for call in calls}
     if this_rank.waits is not None:
         callers |= this_rank.waits.callers
     return any(
@@ -354,12 +364,17 @@ def _has_callers(position: Position) -> bool:
 
 
 def _is_idle() -> bool:
-    """Return whether no call of this process is under way for other ranks; a GPU may always work for them."""
-    import torch
+    """Return whether torch has recorded this rank's collectives, and none is under way for other ranks.
 
-    position = read_position(asks_events=False)
-    is_done = all(call.done for call in position.collectives)
-    return is_done and not _has_callers(position) and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    A device may always work for them.
+    """
+    import torch
+    import torch.distributed as dist
+
+    calls = read_position(asks_events=False).collectives
+    is_done = bool(calls) and all(call.done for call in calls)
+    is_on_cpu = dist.get_backend() == "gloo" and not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # torch
+    return is_done and is_on_cpu and not _has_callers(calls)
 
 
 def read_position(*, asks_events: bool) -> Position:
