@@ -192,7 +192,7 @@ _FULL_DISK: Final = re.compile(
 )
 _FULL_SHARED_MEMORY: Final = re.compile(
     # torch's allocator of shared files; its worker of a DataLoader quotes that in an error of its own.
-    r"shared memory.{0,200}No space left|unable to (?:resize|write to) file </torch_"
+    r"(?:shared memory|unable to (?:resize|write to) file </torch_).{0,200}No space left"
     r"|No space left on device.{0,80}/dev/shm/",
     re.IGNORECASE | re.DOTALL,
 )

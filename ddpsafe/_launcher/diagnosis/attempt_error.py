@@ -208,8 +208,6 @@ _ARGUMENT_OF_OLD_LAUNCHERS: Final[Advice] = (
     "read the local rank from the environment: default=int(os.environ['LOCAL_RANK']), required=False.",
 )
 
-_OF_A_RANK: Final = re.compile(r"^\[rank\d+\]: ")
-"""What torch's `sys.excepthook` puts before each line of a traceback."""
 _NUMBER: Final = re.compile(r"\d+")
 _SWALLOWED: Final[Advice] = (
     "the rank probably handled the error below and skipped calls that the other ranks made.",
@@ -1090,8 +1088,9 @@ def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None
         (last.group, last.number)
         for outcome in ended.outcomes.values()
         if not is_peer_origin(outcome.origin)
+        and not (outcome.raised is not None and outcome.raised.handled)
         and (last := ended.current(outcome)) is not None
-        and (last.done or outcome.status == "returned")
+        and last.done
     }
     lines = []
     for outcome in list(ended.outcomes.values() if outcomes is None else outcomes)[:_SHOWN_RANKS]:
@@ -1160,6 +1159,14 @@ def last_output(outcome: RankOutcome) -> list[str]:
     return ["last lines of its stderr:", *(f"| {line.rstrip()[:_STDERR_WIDTH]}" for line in lines)]
 
 
+def _without_end(outcome: RankOutcome) -> str:
+    """Return what a rank wrote to stderr, without the traceback that torch's `sys.excepthook` wrote at its end."""
+    mark = f"[rank{outcome.rank}]: "
+    is_ended = outcome.raised is not None and outcome.raised.final
+    lines = outcome.error_text().splitlines()
+    return "\n".join(line for line in lines if not (is_ended and line.startswith(mark)))
+
+
 def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = True) -> list[str]:
     """Return the last lines of the root, or else another rank, that has written of an error that it handled.
 
@@ -1167,7 +1174,7 @@ def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = 
     """
     lines_of = {
         rank: [
-            *find_handled_errors(outcome.error_text()),
+            *find_handled_errors(_without_end(outcome)),
             *find_handled_errors(read_log(outcome.stdout) if outcome.stdout else ""),
         ]
         for rank, outcome in ended.outcomes.items()
@@ -1184,8 +1191,7 @@ def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = 
         lines = [
             line
             for line in lines_of[outcome.rank]
-            if _NUMBER.sub("", line) not in by_all
-            and not (own and _OF_A_RANK.sub("", line).startswith(own))
+            if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
         ]
         if lines:
             ends = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]

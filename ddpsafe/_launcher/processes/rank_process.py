@@ -577,12 +577,10 @@ class RankProcess(RankState):
         # The kernel compares in this order. With ``ulimit -t`` both limits are the same.
         limits = {-signal.SIGKILL: hard, -signal.SIGXCPU: soft}
         limit = limits.get(self.exitcode or 0, resource.RLIM_INFINITY)
-        if limit == resource.RLIM_INFINITY or self.ended_ns is None:
+        # A fork server reaps its ranks at once, so of those it is not known.
+        if limit == resource.RLIM_INFINITY or self._cpu_s is None:
             return None
-        # A fork server reaps its ranks at once. How long it ran is then the best guess for a busy rank.
-        lived_s = (self.ended_ns - self.began_ns["starting"]) / 1e9
-        used_s = lived_s if self._cpu_s is None else self._cpu_s
-        return limit if used_s > limit - _LIMIT_MARGIN_S else None
+        return limit if self._cpu_s > limit - _LIMIT_MARGIN_S else None
 
     def _take_exit_code_0(self) -> None:
         """Take exit code 0 of a script for its success, as torchrun does, although it reported nothing."""
