@@ -173,7 +173,7 @@ def read_times(folder: Path, rounds: int) -> list[dict[str, float]]:
 
 
 def stand_in_nodes(
-    port: int, nodes: list[int], nnodes: int, progress_s: float, fault: Any, results: Any
+    ports: Any, nodes: list[int], nnodes: int, progress_s: float, fault: Any, results: Any
 ) -> None:
     """Act as the launchers of some nodes: report as they do, fail when told to, and wait for the result."""
     from multiprocessing.connection import wait
@@ -185,7 +185,7 @@ def stand_in_nodes(
     from ddpsafe._wire.messages import Entered
     from ddpsafe._wire.rank_pipe import Progress
 
-    channels = {}
+    port, channels = ports.get(), {}
     for node in nodes:
         channels[node] = Channel.dial(
             ("127.0.0.1", port),
@@ -267,9 +267,6 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
     from ddpsafe._launcher.watch.signals import open_inbox
     from ddpsafe._launcher.watch.supervisor import AttemptWatch
 
-    listening = Channel.listen(
-        "127.0.0.1", secret=b"secret", scope="round", codec=node_messages.CODEC, nnodes=nnodes
-    )
     nodes = tuple(
         node_messages.NodeFacts(
             hostname=f"h{node}", pid=node, address="127.0.0.1", nproc=RANKS, settings={}
@@ -284,18 +281,23 @@ def coordinate_stand_ins(nnodes: int, watched_s: float) -> dict[str, float]:
         master_port=0,
     )
     context = get_context("fork")
-    results, fault = context.SimpleQueue(), context.Event()
+    results, ports, fault = context.SimpleQueue(), context.SimpleQueue(), context.Event()
     others = list(range(1, nnodes))
     started = [
         context.Process(
             target=stand_in_nodes,
-            args=(listening.port, others[part::4], nnodes, plan.progress_every_s, fault, results),
+            args=(ports, others[part::4], nnodes, plan.progress_every_s, fault, results),
         )
         for part in range(4)
     ]
-    began_s, began_cpu_s = time.monotonic(), time.process_time()
-    for process in started:
+    for process in started:  # before the channel has threads, whose locks a fork may inherit locked
         process.start()
+    listening = Channel.listen(
+        "127.0.0.1", secret=b"secret", scope="round", codec=node_messages.CODEC, nnodes=nnodes
+    )
+    began_s, began_cpu_s = time.monotonic(), time.process_time()
+    for _ in started:
+        ports.put(listening.port)
     with open_inbox() as inbox:
         before_s = time.thread_time()
         parts: Any = SimpleNamespace(

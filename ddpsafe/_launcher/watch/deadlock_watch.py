@@ -373,7 +373,7 @@ class LiveWatch:
         self._clock = clock
         self._settings = _fit(SETTINGS, max((rank.reports_every_s for rank in others), default=0.0))
         limit = None
-        if "collective" not in processes[0].spec.timeouts.chosen:
+        if processes and "collective" not in processes[0].spec.timeouts.chosen:
             limit = processes[0].spec.timeouts.collective
         self._deadlocks = DeadlockWatch(self._ranks, self._settings, now_s=clock(), limit=limit)
         self._idle = IdleWatch(processes, sample_s=self._settings.idle_sample_s)
@@ -392,17 +392,18 @@ class LiveWatch:
         self.longest_s = 0.0
         # Of the last looks: when, and how many steps each rank had made.
         self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=_RATE_LOOKS)
-        self._socket = StatusSocket(Path(processes[0].spec.run_dir))
-        self._requests = [*requests, self._socket]
+        self._socket = StatusSocket(Path(processes[0].spec.run_dir)) if processes else None
+        self._requests = [*requests, *([] if self._socket is None else [self._socket])]
         self._wants_stacks = False
 
     def handles(self) -> list[int]:
         """Return the descriptors that become readable when another process asks for the status."""
-        return self._socket.handles()
+        return [] if self._socket is None else self._socket.handles()
 
     def close(self) -> None:
         """Stop answering other processes."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
