@@ -407,6 +407,8 @@ class LiveWatch:
 
     def interval_s(self) -> float:
         """Return how often to look, in seconds."""
+        if not self._processes:
+            return math.inf
         if self._deadlocks.is_asking or self._inquiry is not None:
             return _LOOK_FOR_ANSWERS_S
         return max(0.0, self._next_look_s - self._clock())
@@ -414,6 +416,8 @@ class LiveWatch:
     def is_deadlocked(self) -> bool:
         """Look if it is time to; return whether the ranks are proved to wait for ever."""
         now_s = self._clock()
+        if not self._processes:
+            return False
         # A request for the status asks the ranks, too; requests that come before the answer share it.
         accepted = [requests.accept() for requests in self._requests]
         if any(wants_stacks is not None for wants_stacks in accepted):
