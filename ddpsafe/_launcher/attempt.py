@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import get_temp_dir
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from ddpsafe._errors import (
     STARTUP_KINDS,
@@ -38,7 +38,7 @@ from ddpsafe._wire import payload
 from ddpsafe._wire.spec import RankSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
     from mmap import mmap
 
     from ddpsafe._errors import LaunchError
@@ -135,14 +135,21 @@ def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     }
 
 
+class EndRanks(Protocol):
+    """`shutdown.end_processes` for this launch, with ``timeouts.grace`` unless `grace` is given."""
+
+    def __call__(self, processes: Sequence[RankProcess], *, grace: timedelta = ...) -> None:
+        """End the ranks that still run, and everything that any rank has started."""
+
+
 @contextmanager
 def started_ranks(
     number: int, parts: LaunchParts, inbox: SignalInbox
-) -> Iterator[tuple[list[RankProcess], Callable[..., None]]]:
+) -> Iterator[tuple[list[RankProcess], EndRanks]]:
     """Start the ranks of this node for one attempt; leaving the context ends those still running.
 
     Yields:
-        The ranks, and `shutdown.end_processes` with the arguments of this launch.
+        The ranks, and the function that ends them.
 
     Raises:
         PreflightError: They could not be started.
@@ -188,8 +195,8 @@ def started_ranks(
 def ask_where(processes: Sequence[RankProcess]) -> None:
     """Ask the ranks that are alive where they are, before they are ended.
 
-    If one of them is suspended, `rank_readings.collect` may leave all of them so; their end resumes
-    them.
+    If one of them is suspended, `rank_readings.collect` may leave all of them so; `EndRanks` resumes and
+    ends them.
     """
     # A rank may have died unnoticed, as while the launcher was suspended, or may die while it is asked.
     shutdown.note_ends(processes)

@@ -27,7 +27,7 @@ def presentable(error: DDPSafeError) -> DDPSafeError:
 
 def without_frames(error: DDPSafeError) -> DDPSafeError:
     """Return an error without its frames, and those of its causes that cannot be the user's."""
-    # The frames of ddpsafe add nothing, and push the message off the screen: for a
+    # The frames of ddpsafe and tenacity add nothing, and push the message off the screen: for a
     # host that does not resolve, they were 44 lines before its three.
     for cause in causes_of(error)[1:]:
         frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(cause.__traceback__)]
