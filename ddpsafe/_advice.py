@@ -65,3 +65,9 @@ GENERAL: Final = {
     "port": "29500",
 }
 """What stands for a fact where it is not known."""
+
+
+def general_advice(code: str) -> tuple[str, str]:
+    """Return the cause and what to do where no fact is known."""
+    cause, fix = ADVICE[code]
+    return cause.format_map(GENERAL), fix.format_map(GENERAL)

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from ddpsafe._advice import ADVICE, GENERAL
+from ddpsafe._advice import ADVICE, general_advice
 from ddpsafe._explain.checks import CHECKS, expand
 
 if TYPE_CHECKING:
@@ -232,10 +232,9 @@ def pack_rule(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_advice(code: str, number: int, text: str) -> str:
     """Return a cause (number 0) or what to do (1) with what other parts of ddpsafe say too filled in."""
-    shared = ADVICE.get(code)
-    if shared is None or "{advice}" not in text:
+    if code not in ADVICE or "{advice}" not in text:
         return text
-    text = text.replace("{advice}", shared[number].format_map(GENERAL))
+    text = text.replace("{advice}", general_advice(code)[number])
     return text[0].upper() + text[1:]
 
 

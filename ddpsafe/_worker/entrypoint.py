@@ -86,7 +86,6 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 _SETTLED: Final = timedelta(milliseconds=50)
-_LOOK_S: Final = 0.002
 
 
 def is_out_of_memory(exc: BaseException) -> bool:
@@ -224,12 +223,12 @@ class Reporter:
                     file.writelines(pickled.chunks())
                     file.truncate()
                 is_shared = True
+        # torch notes the end of a call a moment after it has returned.
         position = read_position(asks_events=False)
-        settled = Deadline.after(
-            _SETTLED
-        )  # torch notes the end of a call a moment after it has returned
-        while not all(call.done for call in position.collectives) and not settled.expired():
-            time.sleep(_LOOK_S)
+        for pause_s in Deadline.after(_SETTLED).pauses_s():
+            if all(call.done for call in position.collectives):
+                break
+            time.sleep(pause_s)
             position = read_position(asks_events=False)
         self._sender.send(
             Returned(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import psutil
 
 from ddpsafe import _gpus
-from ddpsafe._advice import ADVICE, GENERAL
+from ddpsafe._advice import ADVICE, general_advice
 from ddpsafe._config.durations import show_duration
 from ddpsafe._errors import (
     DDPSafeError,
@@ -172,16 +172,10 @@ _ON_THE_GPU: Final[Advice] = (
 )
 
 
-def _general(code: str) -> Advice:
-    """Return the advice of a code, without facts."""
-    cause, fix = ADVICE[code]
-    return cause.format(**GENERAL), fix.format(**GENERAL)
-
-
 _BY_TOPIC: Final[dict[Topic, Advice]] = {
     "port": _BY_KIND["port"],
-    "descriptors": _general("DS-MEM-descriptors"),
-    "shared-memory": _general("DS-MEM-shm"),
+    "descriptors": general_advice("DS-MEM-descriptors"),
+    "shared-memory": general_advice("DS-MEM-shm"),
     "disk": (
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
@@ -1119,7 +1113,8 @@ def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None
             parts += [f"after {last}"] if last is not None else []
         elif last is not None:
             is_complete = last.done and (last.group, last.number) in passed
-            parts.append(f"{_relation(outcome, done=last.done, is_complete=is_complete)} {last}")
+            relation = "after" if is_complete else _relation(outcome, done=last.done)
+            parts.append(f"{relation} {last}")
         if outcome.before is not None:
             parts.append(f"where it had been seen for {outcome.before.waited_s:.0f} s")
             parts.append(f"and {outcome.before.then}")
@@ -1127,10 +1122,8 @@ def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None
     return lines
 
 
-def _relation(outcome: RankOutcome, *, done: bool, is_complete: bool = False) -> str:
+def _relation(outcome: RankOutcome, *, done: bool) -> str:
     """Return whether a rank was in its last collective, after it, or failed in it."""
-    if is_complete:
-        return "after"
     if outcome.status == "returned" or outcome.before is not None:
         return "after"
     if outcome.raised is not None and outcome.raised.hidden_by:
