@@ -128,10 +128,12 @@ def run_attempt(
 
 def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     """Return what became of the ranks of this node; those still running are about to be ended."""
-    outcomes = {process.rank: process.outcome() for process in processes}
+    outcomes = [process.outcome() for process in processes]
     return {
-        rank: replace(outcome, status="stopped") if outcome.status == "running" else outcome
-        for rank, outcome in outcomes.items()
+        outcome.rank: rank_readings.with_printed_error(
+            replace(outcome, status="stopped") if outcome.status == "running" else outcome
+        )
+        for outcome in outcomes
     }
 
 

@@ -32,8 +32,8 @@ from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import (
-    find_last_error,
     find_peer_origin,
+    find_printed_error,
     find_signal_of_worker,
     is_of_a_backend,
 )
@@ -182,10 +182,10 @@ def read_last_error() -> str:
             text = file.read(_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
-    error = find_last_error(text)
-    return (
-        f"the last error on this rank's stderr, which may be the reason: {error}" if error else ""
-    )
+    error = find_printed_error(text)
+    if error is None:
+        return ""
+    return f"the last error on this rank's stderr, which may be the reason: {error}"
 
 
 _TAIL_BYTES: Final = 1 << 14
@@ -272,16 +272,16 @@ def find_own_files(files: Iterable[str]) -> frozenset[str]:
 
 
 _CRASHED: Final = re.compile(r"^Current thread .*\n((?: +File .*\n?)+)", re.MULTILINE)
-DUMPED_CALL: Final = re.compile(
-    r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE
+PRINTED_CALL: Final = re.compile(
+    r'^  File "(?P<file>.+)", line (?P<line>\d+),? in (?P<name>.+)$', re.MULTILINE
 )
-"""A call in what faulthandler writes, where the innermost comes first."""
+"""A call in what faulthandler writes, where the innermost comes first, or in a traceback, where it comes last."""
 
 
 def crashed_in_users_exit(stderr: str) -> bool:
     """Return whether a process crashed in an exit function of the user's, by what faulthandler wrote."""
     crashed = _CRASHED.search(stderr)
-    calls = list(DUMPED_CALL.finditer(crashed[1])) if crashed else []
+    calls = list(PRINTED_CALL.finditer(crashed[1])) if crashed else []
     names = [call["name"] for call in calls]
     ending = end_as_interpreter.__name__
     # A library may crash while it takes itself down, but a save of the user's at exit is part of

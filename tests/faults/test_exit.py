@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,51 @@ def test_a_script_is_not_called_a_function(tmp_path: Path, source: str, advice: 
     assert "before its script ended" in done.err
     assert "function" not in done.err
     assert advice in done.err
+
+
+ONLY_PRINTS = """
+    import atexit, os, sys, time, traceback
+    import torch
+    import torch.distributed as dist
+
+    how = sys.argv[1]
+    if how == "exec":
+        os.execv(sys.executable, [sys.executable, __file__, "lingers"])
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1 and how != "vanishes":
+        atexit.register(time.sleep, 60)
+    try:
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            dist.destroy_process_group()
+            raise ValueError("no label\\\\nfor sample 17")
+        dist.all_reduce(torch.ones(1))
+    except Exception:
+        if how != "vanishes":
+            raise
+        traceback.print_exc()
+        os._exit(1)
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(["--no-python", "sh", "run.sh"], id="program"),
+        pytest.param(["train.py", "exec"], id="exec"),
+        pytest.param(["train.py", "vanishes"], id="os._exit"),
+    ],
+)
+def test_a_rank_that_can_only_print_its_error_is_named(tmp_path: Path, command: list[str]) -> None:
+    """Rank 1 is still in its exit functions when rank 0, which has lost it, has ended."""
+    script = scripts.write(tmp_path, "train.py", ONLY_PRINTS)
+    scripts.write(tmp_path, "run.sh", f"{sys.executable} {script} lingers\nexit $?")
+    launcher = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", "--run-dir", "run"]
+    done = scripts.Script([*launcher, *command], folder=tmp_path).end()
+    assert done.code == 1
+    assert "RankRaisedError: rank 1 (world_size 2) raised ValueError" in done.err
+    assert ": no label" in done.err
+    lines = script.read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "raise ValueError" in text)
+    assert f"at {script}:{line} in <module>" in done.err
+    assert "rank 0 failed because of rank 1: RuntimeError: " in done.err

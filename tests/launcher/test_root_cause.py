@@ -29,6 +29,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import (
     read_crash,
     read_rpc,
     read_stack,
+    with_printed_error,
 )
 from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root_cause
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, Wait
@@ -1335,3 +1336,57 @@ def test_a_backward_pass_may_or_may_not_be_in_a_collective() -> None:
         "torch/distributed/distributed_c10d.py", "torch/autograd/graph.py"
     )
     assert read_stack(dump) == StackReading(stack="/home/me/train.py:31 in train")
+
+
+BROKE: Final = """\
+Traceback (most recent call last):
+  File "/home/me/t.py", line 9, in <module>
+    check(sample)
+ValueError: no label
+"""
+LOST: Final = BROKE.replace("ValueError: no label", "RuntimeError: Connection closed by peer [::1]")
+BY_TORCH: Final = "".join(f"[rank1]: {line}\n" for line in [*BROKE.splitlines(), "for sample 17"])
+PROGRAM: Final = exited(1) | {
+    "status": "raised",
+    "raised": Raised(
+        type_name="SystemExit",
+        message="1",
+        traceback="",
+        payload=None,
+        phase="running",
+        where="",
+        position=NOWHERE,
+        at_ns=0,
+        exit_code=1,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("facts", "said", "found"),
+    [
+        (exited(1), BROKE, ("ValueError", "no label", "own")),
+        (exited(1), f"{BROKE}[W711] a line of torch's log\n", ("ValueError", "no label", "own")),
+        (exited(1), BROKE + LOST, ("RuntimeError", "Connection closed by peer [::1]", "peer-lost")),
+        (exited(1), "nothing", None),
+        (exited(1), "Traceback (most recent call last):\n  File", None),
+        (exited(3), BROKE, None),
+        (killed(), BROKE, None),
+        (PROGRAM, BROKE, ("ValueError", "no label", "own")),
+        (PROGRAM, "nothing", ("SystemExit", "1", "own")),
+        (works(), BY_TORCH, ("ValueError", "no label\nfor sample 17", "own")),
+        (works(), f"{BY_TORCH}wandb: waiting", ("ValueError", "no label\nfor sample 17", "own")),
+        (works(), BROKE, None),  # it may have been handled
+        (works(number(3)), BY_TORCH, None),  # it would have reported it
+        (raises(own), LOST, ("ValueError", "label 7 is out of range", "own")),
+    ],
+)
+def test_a_printed_error_counts_where_a_rank_cannot_report_it(
+    facts: Facts, said: str, found: tuple[str, ...] | None
+) -> None:
+    """A program in the rank's place reports nothing, and neither does ``os._exit(1)`` in an ``except``."""
+    outcome = with_printed_error(replace(outcome_of(1, facts), said=said))
+    raised = outcome.raised
+    assert (raised and (raised.type_name, raised.message, raised.origin)) == found
+    if raised is not None and raised.message in said:
+        assert (outcome.status, raised.where) == ("raised", "/home/me/t.py:9 in <module>")

@@ -42,10 +42,11 @@ from ddpsafe._launcher.diagnosis.root_cause import (
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
 from ddpsafe._text import name_cells, ranks_text, signal_name
 from ddpsafe._wire import payload
-from ddpsafe._wire.exception_facts import DUMPED_CALL, clip, find_own_files
+from ddpsafe._wire.exception_facts import PRINTED_CALL, clip, find_own_files
 from ddpsafe._wire.foreign_texts import (
     crashed_while_building_ddp,
     find_handled_errors,
+    find_printed_error,
     without_source,
 )
 from ddpsafe._wire.messages import CHECKPOINTS, DDP_EVALUATION, is_peer_origin
@@ -1143,7 +1144,7 @@ def last_output(outcome: RankOutcome) -> list[str]:
     output, _, stacks = outcome.error_text().partition(CRASH)
     lines = output.splitlines()[-_STDERR_LINES:]
     frames = [
-        (frame["file"], line) for line in stacks.splitlines() if (frame := DUMPED_CALL.match(line))
+        (frame["file"], line) for line in stacks.splitlines() if (frame := PRINTED_CALL.match(line))
     ]
     own = find_own_files(file for file, _ in reversed(frames))
     lines += [line for file, line in frames if file in own]
@@ -1196,10 +1197,10 @@ def last_traceback(outcome: RankOutcome) -> list[str]:
     """Return the end of a traceback that a hanging rank has printed, for example from a thread."""
     if outcome.stderr is None or outcome.raised is not None:
         return []
-    _, mark, trace = outcome.error_text().rpartition("Traceback (most recent call last):")
-    if not mark:
+    error = find_printed_error(outcome.error_text())
+    if error is None:
         return []
-    lines = [line for line in trace.splitlines() if line.strip()][-_TRACEBACK_LINES:]
+    lines = [line for line in error.traceback.splitlines() if line.strip()][-_TRACEBACK_LINES:]
     return ["it has printed a traceback:", *(f"| {line[:_STDERR_WIDTH]}" for line in lines)]
 
 

@@ -10,10 +10,12 @@ import ctypes
 import os
 import re
 import signal
+import time
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from traceback import StackSummary
 from typing import TYPE_CHECKING, Final
 
 import psutil
@@ -21,14 +23,26 @@ import psutil
 from ddpsafe._clock import Deadline
 from ddpsafe._launcher.processes.descendants import command_of, describe_program
 from ddpsafe._launcher.processes.rank_process import RankReading, StackReading
-from ddpsafe._wire.exception_facts import DUMPED_CALL, find_own_files, is_point_to_point
-from ddpsafe._wire.foreign_texts import find_native_error, read_places
+from ddpsafe._wire.exception_facts import (
+    PRINTED_CALL,
+    find_own_files,
+    is_point_to_point,
+    own_line_of,
+)
+from ddpsafe._wire.foreign_texts import (
+    find_native_error,
+    find_peer_origin,
+    find_printed_error,
+    read_places,
+)
 from ddpsafe._wire.messages import (
     UNKNOWN_COLLECTIVE,
     BeforeFirstEnd,
     Collective,
     Frame,
     Position,
+    Raised,
+    RankOutcome,
     ThreadStack,
 )
 from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
@@ -73,6 +87,9 @@ _OUTERMOST: Final = re.compile(
 """The end of a worker's stack: a fork has the rank's below its own, a new interpreter is ``python -c``."""
 _WORKER_LOOP: Final = "torch/utils/data/_utils/worker.py"
 _QUEUES: Final = "multiprocessing/queues.py"
+
+_EXIT_CODE_OF_ERROR: Final = 1
+"""What Python exits with after an exception that nothing has caught."""
 
 CRASH: Final = "Fatal Python error:"
 """The beginning of what faulthandler writes at a crash."""
@@ -556,8 +573,47 @@ def _threads_of(dump: str) -> list[str]:
 
 
 def _frames_of(thread: str) -> list[Frame]:
-    calls = [match for line in thread.splitlines() if (match := DUMPED_CALL.match(line))]
+    calls = [match for line in thread.splitlines() if (match := PRINTED_CALL.match(line))]
     return [Frame(call["file"], int(call["line"]), call["name"]) for call in calls]
+
+
+def with_printed_error(outcome: RankOutcome) -> RankOutcome:
+    """Add what a rank has raised that could only print it: a program in its place, or one that called ``os._exit(1)``.
+
+    Such programs come from ``--no-python`` and exec. The one that broke often ends last, because the others lose
+    it while it is still in its exit functions.
+    """
+    raised, position = outcome.raised, outcome.position
+    if raised is None:
+        has_ended = outcome.status == "exited" and outcome.exit_code == _EXIT_CODE_OF_ERROR
+        # A rank that has entered collectives where ddpsafe sees them also reports what it raises.
+        may_be_program = outcome.status == "stopped" and not (position and position.collectives)
+    else:
+        has_ended, may_be_program = (
+            raised.exit_code == _EXIT_CODE_OF_ERROR and not raised.where,
+            False,
+        )
+    if not (has_ended or may_be_program):
+        return outcome
+    printed = find_printed_error(outcome.error_text())
+    if printed is None or not (has_ended or printed.is_unhandled):
+        return outcome
+    calls = [
+        (call["file"], int(call["line"]), call["name"], "")
+        for call in PRINTED_CALL.finditer(printed.traceback)
+    ]
+    error = Raised(
+        type_name=printed.type_name,
+        message=printed.message,
+        traceback=printed.traceback,
+        payload=None,
+        phase=outcome.phase,
+        where=own_line_of(StackSummary.from_list(calls)),
+        position=position or Position(collectives=()),
+        at_ns=outcome.ended_ns or time.monotonic_ns(),
+        origin=find_peer_origin(str(printed)) or "own",
+    )
+    return replace(outcome, status="raised", raised=error)
 
 
 def count_oom_kills() -> int:
