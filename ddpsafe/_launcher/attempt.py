@@ -130,7 +130,7 @@ def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     """Return what became of the ranks of this node; those still running are about to be ended."""
     outcomes = [process.outcome() for process in processes]
     return {
-        outcome.rank: rank_readings.with_printed_error(
+        outcome.rank: rank_readings.with_printed_end(
             replace(outcome, status="stopped") if outcome.status == "running" else outcome
         )
         for outcome in outcomes

@@ -162,3 +162,25 @@ def test_a_rank_that_can_only_print_its_error_is_named(tmp_path: Path, command: 
     line = next(number for number, text in enumerate(lines, 1) if "raise ValueError" in text)
     assert f"at {script}:{line} in <module>" in done.err
     assert "rank 0 failed because of rank 1: RuntimeError: " in done.err
+
+
+def test_a_rank_that_faulthandler_ends_is_told_from_an_exit(tmp_path: Path) -> None:
+    """It has called nothing: the message names the line that it was at."""
+    source = """
+        import faulthandler, time
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            faulthandler.dump_traceback_later(0.5, exit=True)
+            time.sleep(60)
+        dist.all_reduce(torch.ones(1))
+    """
+    script = scripts.write(tmp_path, "train.py", source)
+    command = ["-m", "ddpsafe", "run", "--nproc-per-node", "2", "--run-dir", "run", "train.py"]
+    done = scripts.Script(command, folder=tmp_path).end()
+    assert done.code == 1
+    assert "RankExitedError: rank 1 (world_size 2) exited with code 1" in done.err
+    assert f"after 0:00:00.500000, at {script}:9 in <module>" in done.err

@@ -642,7 +642,9 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         if _LOST_CODE.fullmatch(raised.message) and int(raised.message) % 256 == 0:
             likely += ", which the system would make 0, a success, so ddpsafe makes it 1"
             fix = "os.system() returns such a status: pass os.waitstatus_to_exitcode(status) to sys.exit()."
-        if code == _USAGE and _LOCAL_RANK.search(root.error_text()):  # handled in argparse itself
+        if raised.explanation is not None:
+            likely, fix = raised.explanation.cause.rstrip("."), raised.explanation.fix
+        elif code == _USAGE and _LOCAL_RANK.search(root.error_text()):  # handled in argparse itself
             likely, fix = _ARGUMENT_OF_OLD_LAUNCHERS
         elif raised.handled:
             likely += f", while it handled {raised.handled}"
@@ -676,7 +678,8 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         logs=ended.log_of(root),
     )
     cls = RankLeftEarlyError if code == 0 and not is_unknown else RankExitedError
-    error = cls(message, **ended.rank_facts(root), exit_code=code or 1)
+    kind = None if raised is None else raised.kind
+    error = cls(message, **ended.rank_facts(root), exit_code=code or 1, kind=kind or cls.kind)
     if raised is not None and raised.handled:
         error.__cause__ = original_of(raised)
     return error

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 import psutil
 
 from ddpsafe._clock import Deadline
+from ddpsafe._errors import Explanation
 from ddpsafe._launcher.processes.descendants import command_of, describe_program
 from ddpsafe._launcher.processes.rank_process import RankReading, StackReading
 from ddpsafe._wire.exception_facts import (
@@ -90,6 +91,13 @@ _QUEUES: Final = "multiprocessing/queues.py"
 
 _EXIT_CODE_OF_ERROR: Final = 1
 """What Python exits with after an exception that nothing has caught."""
+
+_TIME_OVER: Final = re.compile(
+    r"^Timeout \((?P<limit>\d+:\d\d:\d\d(?:\.\d+)?)\)!\n(?P<stacks>(?:(?:Thread |Current thread |  ).*\n|\n)+)\Z",
+    re.MULTILINE,
+)
+"""What faulthandler writes last once the time of `dump_traceback_later` is over, with ``exit=True``."""
+_FIX_OF_FAULTHANDLER: Final = "see why it takes so long there, or allow more time; the stacks of its threads are in the log below."
 
 CRASH: Final = "Fatal Python error:"
 """The beginning of what faulthandler writes at a crash."""
@@ -577,11 +585,11 @@ def _frames_of(thread: str) -> list[Frame]:
     return [Frame(call["file"], int(call["line"]), call["name"]) for call in calls]
 
 
-def with_printed_error(outcome: RankOutcome) -> RankOutcome:
-    """Add what a rank has raised that could only print it: a program in its place, or one that called ``os._exit(1)``.
+def with_printed_end(outcome: RankOutcome) -> RankOutcome:
+    """Add how a rank ended that could only print it: a program in its place, or one that ended without its code.
 
     Such programs come from ``--no-python`` and exec. The one that broke often ends last, because the others lose
-    it while it is still in its exit functions.
+    it while it is still in its exit functions. The other way is ``os._exit(1)``, which faulthandler calls too.
     """
     raised, position = outcome.raised, outcome.position
     if raised is None:
@@ -595,25 +603,49 @@ def with_printed_error(outcome: RankOutcome) -> RankOutcome:
         )
     if not (has_ended or may_be_program):
         return outcome
-    printed = find_printed_error(outcome.error_text())
-    if printed is None or not (has_ended or printed.is_unhandled):
-        return outcome
-    calls = [
-        (call["file"], int(call["line"]), call["name"], "")
-        for call in PRINTED_CALL.finditer(printed.traceback)
-    ]
-    error = Raised(
-        type_name=printed.type_name,
-        message=printed.message,
-        traceback=printed.traceback,
+    text = outcome.error_text()
+    end = Raised(
+        type_name="Timeout",
+        message="",
+        traceback="",
         payload=None,
         phase=outcome.phase,
-        where=own_line_of(StackSummary.from_list(calls)),
+        where="",
         position=position or Position(collectives=()),
         at_ns=outcome.ended_ns or time.monotonic_ns(),
-        origin=find_peer_origin(str(printed)) or "own",
     )
-    return replace(outcome, status="raised", raised=error)
+    if has_ended and (over := _TIME_OVER.search(text)):
+        stacks = over["stacks"]
+        place = read_frames(_main_thread(stacks) or _frames_of(_threads_of(stacks)[-1]))
+        cause = (
+            "faulthandler.dump_traceback_later(exit=True) has ended it, because it still ran after "
+            f"{over['limit']}, at {place.stack}."
+        )
+        end = replace(
+            end,
+            message=f"of faulthandler at {place.stack}",
+            where=place.stack,
+            exit_code=_EXIT_CODE_OF_ERROR,
+            kind="hang",
+            origin="timeout" if place.in_collective else "own",
+            explanation=Explanation(outcome.status, cause, _FIX_OF_FAULTHANDLER),
+        )
+    elif (printed := find_printed_error(text)) and (has_ended or printed.is_unhandled):
+        calls = [
+            (call["file"], int(call["line"]), call["name"], "")
+            for call in PRINTED_CALL.finditer(printed.traceback)
+        ]
+        end = replace(
+            end,
+            type_name=printed.type_name,
+            message=printed.message,
+            traceback=printed.traceback,
+            where=own_line_of(StackSummary.from_list(calls)),
+            origin=find_peer_origin(str(printed)) or "own",
+        )
+    else:
+        return outcome
+    return replace(outcome, status="raised", raised=end)
 
 
 def count_oom_kills() -> int:
