@@ -179,6 +179,8 @@ class Evidence:
                 and is_waiting(out)
                 and not out.sends_or_receives
                 and (last := newest_collective(out))
+                # Else it waits after that one, as in new_group; one that has failed counts as done.
+                and not (last.done and out.raised is None)
             ]
             if len({call.group for _, call in waiting}) > 1:  # there is no one collective to name
                 waiting = []
