@@ -8,6 +8,7 @@ import math
 import operator
 import os
 import pickle
+import time
 import weakref
 import zipfile
 from dataclasses import dataclass, replace
@@ -29,7 +30,7 @@ from ddpsafe.checkpoint._format import (
 )
 from ddpsafe.checkpoint._memory import StateMemory, open_memory
 from ddpsafe.checkpoint._ranks import Ranks
-from ddpsafe.checkpoint._schedule import Schedule
+from ddpsafe.checkpoint._schedule import is_due, schedule_of
 from ddpsafe.checkpoint._sharded import is_sharded
 from ddpsafe.checkpoint._slots import user_metadata
 from ddpsafe.checkpoint._state import (
@@ -167,7 +168,10 @@ class Checkpointer:
         self._copies = HostCopies()
         self._entered = False
         self._closed = False
-        self._schedule = None if every is None else Schedule(every)
+        self._every = every
+        # When the newest save to the directory began, and the newest that is written there.
+        self._began_s = self._written_s = time.monotonic()
+        self._schedule = None if every is None else schedule_of(every, self._began_s)
         self._memory: StateMemory | None = None
         self._memory_due: tuple[int, bool] | None = (
             None  # a step, and whether the disk is due as well
@@ -261,12 +265,12 @@ class Checkpointer:
         saved = self._newest_on_disk
         if saved is None and self._newest is not None:
             saved = 0  # the training continues from memory, and nothing is in the directory yet
-        due = self._schedule.is_due(step, saved, self._ranks)
+        due = is_due(self._schedule, step, saved, self._ranks)
         memory = self._memory
         if (
             memory is not None
             and not memory.is_given_up
-            and memory.schedule.is_due(step, memory.newest, self._ranks)
+            and is_due(memory.schedule, step, memory.newest, self._ranks)
         ):
             self._memory_due = step, due
             return True
@@ -358,8 +362,7 @@ class Checkpointer:
                 metadata=_require_plain(metadata),
             )
 
-        assert self._schedule is not None  # noqa: S101 - `memory_every` needs `every`
-        if not memory.save(take, step, self._schedule.waited_s()):
+        if not memory.save(take, step, time.monotonic() - self._written_s):
             return False
         environment.note_checkpoint(step, is_new=True)
         return True
@@ -383,8 +386,9 @@ class Checkpointer:
         exchange = ranks.begin("save()")
         try:
             step = self._require_next(step)
+            self._began_s = time.monotonic()
             if self._schedule is not None:
-                self._schedule.begin(step)
+                self._schedule.begin(step, self._began_s)
             snapshot = (
                 state
                 if isinstance(state, Snapshot)
@@ -439,8 +443,7 @@ class Checkpointer:
             return
         pending.finish()
         self._set_newest(pending.step, is_new=not self._is_saved(pending.step))
-        if self._schedule is not None:
-            self._schedule.note_written()
+        self._written_s = self._began_s
         if self._memory is not None and self._memory.is_given_up:  # until now, a restart needed it
             self._memory.close(frees=True)
             self._memory = None
@@ -507,10 +510,12 @@ class Checkpointer:
         self._restored = _info_of(restored.manifest, in_memory=restored.in_memory)
         self._set_newest(restored.manifest.step, is_new=False, in_memory=restored.in_memory)
         self._newest_on_disk = restored.on_disk
-        if self._schedule is not None:
+        if self._every is not None:
             is_on_disk = restored.on_disk == restored.manifest.step
             waited_s: Any = 0.0 if is_on_disk else restored.manifest.metadata["waited_s"]
-            self._schedule = self._schedule.after_restore(waited_s)
+            now_s = time.monotonic()
+            self._schedule = schedule_of(self._every, now_s, waited_s)
+            self._began_s = self._written_s = now_s - waited_s
         self._versions = _versions_of(state)
         return restored.manifest.step
 

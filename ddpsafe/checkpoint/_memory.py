@@ -23,7 +23,7 @@ from ddpsafe._job.agreement import Message, as_line
 from ddpsafe.checkpoint import _directory, _save, _sharded
 from ddpsafe.checkpoint._checksums import BLOCK_BYTES, DamagedFileError
 from ddpsafe.checkpoint._format import NAME, PER_RANK, new_file, read_manifest
-from ddpsafe.checkpoint._schedule import Costs, Schedule, highest
+from ddpsafe.checkpoint._schedule import Costs, CostShare, highest, schedule_of
 from ddpsafe.checkpoint._slots import NodeSlots, user_metadata
 from ddpsafe.checkpoint._trees import HostCopies, size_bytes
 from ddpsafe.checkpoint.errors import DirectoryError, NoSpaceError, SaveError, warn
@@ -67,7 +67,8 @@ class StateMemory:
     ) -> None:
         self.newest: int | None = None
         self.is_given_up = False
-        self.schedule = Schedule(every)
+        self.schedule = schedule_of(every, time.monotonic())
+        self._every = every
         self._ranks = ranks
         self._first = ranks.of_node[0]
         self._is_first = ranks.rank == self._first
@@ -88,7 +89,7 @@ class StateMemory:
             CheckpointError: It failed, on this rank or another one.
         """
         ranks = self._ranks
-        measured = self.schedule.begin(step)
+        measured = self.schedule.begin(step, time.monotonic())
         facts: dict[str, Any] = {"step": step, "costs": measured, "waited_s": waited_s}
         request, error = None, None
         try:
@@ -130,7 +131,8 @@ class StateMemory:
             self._problem = {"text": f"the memory could not be written: {as_line(exc)}"}
         # Also after such an error: all ranks have to expect the next save at the same step.
         self.newest = step
-        self.schedule.note_saved(costs)
+        if isinstance(self.schedule, CostShare):
+            self.schedule.end(time.monotonic(), costs)
         if self._problem is not None:
             warn(f"step {step} was not kept in memory: {self._problem['text']}.")
         return True
@@ -339,9 +341,10 @@ class StateMemory:
         What the newest state in memory knows of costs holds for this attempt, too.
         """
         self.newest = step if from_memory else None
-        self.schedule = self.schedule.after_restore()
-        if held is not None and held.costs:
-            self.schedule.resume(step, Costs(*held.costs))
+        now_s = time.monotonic()
+        self.schedule = schedule_of(self._every, now_s)
+        if held is not None and held.costs and isinstance(self.schedule, CostShare):
+            self.schedule.resume(step, Costs(*held.costs), now_s)
         if self._is_first:
             self.slots.drop_newer(step)
 

@@ -51,46 +51,72 @@ def highest(costs: Iterable[Costs]) -> Costs | None:
     return max(costs, key=lambda each: steps_between([each]), default=None)
 
 
-class Schedule:
-    """Every so many steps, about once per duration, or as seldom as a share of the time demands.
+class StepInterval:
+    """Due once the steps have passed a multiple of a number since the last save."""
 
-    Args:
-        every: The steps or the duration; ``"auto"`` for what `note_saved` is told.
-        waited_s: How long ago the last save was, in seconds.
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._saved: int | None = None
+        self._asked: int | None = None
+
+    def begin(self, step: int, _now_s: float) -> None:
+        """Begin a save: it counts, whether it succeeds or is still being written."""
+        self._saved = step
+
+    def is_due(self, step: int, newest: int | None) -> bool:
+        """Return whether it is time; `newest` is the newest step that is saved."""
+        before = newest if newest is not None else self._asked
+        if self._saved is not None and (newest is None or self._saved > newest):
+            before = self._saved
+        self._asked = step
+        # No step to count from: due at a multiple only.
+        if before is None or before >= step:
+            return step % self._every == 0 and before != step
+        return step // self._every > before // self._every
+
+
+class TimeInterval:
+    """Due about once per duration, by the clock of one rank.
+
+    Attributes:
+        next_step: The step at which to look at the clock again: to ask the other ranks at each would cost too much.
     """
 
-    def __init__(self, every: int | timedelta | Literal["auto"], waited_s: float = 0.0) -> None:
-        self._every = every
-        # With "auto":
+    def __init__(self, every: timedelta, now_s: float, waited_s: float) -> None:
+        self.next_step = 0
+        self._every_s = every.total_seconds()
+        self._saved_s = now_s - waited_s
+        self._first: tuple[int, float] | None = None  # the first step that was asked for, and when
+
+    def begin(self, _step: int, now_s: float) -> None:
+        """Begin a save: the next one is due an interval later, also if this one fails."""
+        self._saved_s = now_s
+
+    def decide(self, step: int, now_s: float) -> dict[str, Any]:
+        """Decide whether it is time, and at which step to look again."""
+        if self._first is None or step < self._first[0]:
+            self._first = (step, now_s)
+        steps, passed_s = step - self._first[0], now_s - self._first[1]
+        left_s = self._every_s - (now_s - self._saved_s)
+        due = left_s <= 0
+        speed = steps / passed_s if passed_s > 0 else 0.0
+        wait_steps = math.floor((self._every_s if due else left_s) * speed)
+        # Skip no more steps than were measured: the first ones are slow, so the speed is a guess.
+        return {"due": due, "next": step + max(1, min(wait_steps, steps))}
+
+
+class CostShare:
+    """Due as seldom as a share of the time demands, by what the saves before have cost."""
+
+    def __init__(self) -> None:
         self._next_step = 0
-        self._saving: tuple[int, float] | None = None
-        self._first_s = self._spent_s = 0.0
-        self._saved_s = self._written_s = time.monotonic() - waited_s
-        self._first: tuple[int, float] | None = None
-        self._next_check = 0
-        self._last_step: int | None = None
+        self._began: tuple[int, float] | None = None  # the newest save: its step, and when it began
+        self._ended_s = self._first_s = self._spent_s = 0.0
 
-    def after_restore(self, waited_s: float = 0.0) -> Schedule:
-        """Return one that has chosen no step yet: the training continues from another one."""
-        return Schedule(self._every, waited_s)
-
-    def waited_s(self) -> float:
-        """Return how long ago the last save began that has been written, in seconds."""
-        return time.monotonic() - self._written_s
-
-    def note_written(self) -> None:
-        """Note that the save that began last has been written."""
-        if self._saving is not None:
-            self._written_s = self._saving[1]
-
-    def begin(self, step: int) -> Costs | None:
-        """Begin a save, and return what was measured before it; ``None`` if that was nothing.
-
-        The next one is due an interval later, whether this one succeeds or is still being written.
-        """
-        now_s = time.monotonic()
-        before, self._saving = self._saving, (step, now_s)
-        before_s, self._saved_s = self._saved_s, now_s
+    def begin(self, step: int, now_s: float) -> Costs | None:
+        """Begin a save, and return what was measured before it; ``None`` if that was nothing."""
+        before, self._began = self._began, (step, now_s)
+        before_s, self._ended_s = self._ended_s, now_s
         self._next_step = step + _FIRST_STEPS
         if before is None:
             self._first_s = now_s
@@ -98,68 +124,54 @@ class Schedule:
         step_s = (now_s - before_s) / max(1, step - before[0])
         return Costs(before_s - before[1], self._spent_s, now_s - self._first_s, step_s)
 
-    def note_saved(self, costs: Costs | None = None) -> None:
-        """Measure from now; with ``"auto"``, choose when the next save is due, the same on all ranks.
+    def end(self, now_s: float, costs: Costs | None) -> None:
+        """Choose when the next save is due; `costs` is the `highest` of what `begin` has returned on the ranks."""
+        assert self._began is not None  # noqa: S101 - what ends has begun
+        step, began_s = self._began
+        self._ended_s = now_s
+        self._spent_s += now_s - began_s
+        self._next_step = step + (steps_between([costs]) if costs else _FIRST_STEPS)
 
-        `costs` is the `highest` of what `begin` has returned on the ranks.
-        """
-        self._saved_s = time.monotonic()
-        if self._saving is not None:
-            step, began_s = self._saving
-            self._spent_s += self._saved_s - began_s
-            self._next_step = step + (steps_between([costs]) if costs else _FIRST_STEPS)
-
-    def resume(self, step: int, costs: Costs) -> None:
+    def resume(self, step: int, costs: Costs, now_s: float) -> None:
         """Continue after the save of a step, as if these costs of an earlier attempt were this one's."""
-        self._saved_s = time.monotonic()
-        self._saving = step, self._saved_s - costs.last_s
-        self._first_s = self._saved_s - costs.passed_s
-        self._spent_s = costs.spent_s
+        self._began, self._ended_s = (step, now_s - costs.last_s), now_s
+        self._first_s, self._spent_s = now_s - costs.passed_s, costs.spent_s
         self._next_step = step + steps_between([costs])
 
-    def is_due(self, step: int, newest: int | None, ranks: Ranks) -> bool:
+    def is_due(self, step: int, _newest: int | None) -> bool:
         """Return whether it is time."""
-        if self._every == "auto":
-            return step >= self._next_step
-        if isinstance(self._every, int):
-            before = newest if newest is not None else self._last_step
-            if self._saving is not None and (newest is None or self._saving[0] > newest):
-                before = self._saving[0]
-            self._last_step = step
-            # No step to count from: due at a multiple only.
-            if before is None or before >= step:
-                return step % self._every == 0 and before != step
-            return step // self._every > before // self._every
-        # Rank 0 has chosen that step for all ranks: an exchange at each step would cost too much.
-        if step < self._next_check:
-            return False
-        # By the clock of rank 0: if each rank looked at its own, only some of them might save.
-        exchange = ranks.begin("is_due()")
-        exchange.send(Message(facts={}))
-        absence_error = ranks.absence_error(
-            functools.partial(SaveError, step=step),
-            f"decide whether a save is due at step {step}",
-            cause="did not call is_due(), hangs, or is much slower.",
-            fix="call is_due() on every rank with the same steps.",
-        )
-        assert isinstance(self._every, timedelta)  # noqa: S101 - the others are done
-        every_s = self._every.total_seconds()
-        if ranks.leads:
-            answer = exchange.lead(lambda: self._decide(step, every_s))
-        else:
-            answer = exchange.receive(ranks.deadline(), absence_error)
-        self._next_check = answer["next"]
-        return bool(answer["due"])
+        return step >= self._next_step
 
-    def _decide(self, step: int, every_s: float) -> dict[str, Any]:
-        """Decide on rank 0 whether it is time, and at which step to check again."""
-        now = time.monotonic()
-        if self._first is None or step < self._first[0]:
-            self._first = (step, now)
-        steps, passed_s = step - self._first[0], now - self._first[1]
-        left_s = every_s - (now - self._saved_s)
-        due = left_s <= 0
-        speed = steps / passed_s if passed_s > 0 else 0.0
-        wait_steps = math.floor((every_s if due else left_s) * speed)
-        # Skip no more steps than were measured: the first ones are slow, so the speed is a guess.
-        return {"due": due, "next": step + max(1, min(wait_steps, steps))}
+
+def schedule_of(
+    every: int | timedelta | Literal["auto"], now_s: float, waited_s: float = 0.0
+) -> StepInterval | TimeInterval | CostShare:
+    """Make the schedule that `every` asks for; the last save was `waited_s` ago."""
+    if isinstance(every, timedelta):
+        return TimeInterval(every, now_s, waited_s)
+    return CostShare() if every == "auto" else StepInterval(every)
+
+
+def is_due(
+    schedule: StepInterval | TimeInterval | CostShare, step: int, newest: int | None, ranks: Ranks
+) -> bool:
+    """Return whether it is time, the same on all ranks: a clock is that of rank 0."""
+    if not isinstance(schedule, TimeInterval):
+        return schedule.is_due(step, newest)
+    if step < schedule.next_step:
+        return False
+    # If each rank looked at its own clock, only some of them might save.
+    exchange = ranks.begin("is_due()")
+    exchange.send(Message(facts={}))
+    absence_error = ranks.absence_error(
+        functools.partial(SaveError, step=step),
+        f"decide whether a save is due at step {step}",
+        cause="did not call is_due(), hangs, or is much slower.",
+        fix="call is_due() on every rank with the same steps.",
+    )
+    if ranks.leads:
+        answer = exchange.lead(lambda: schedule.decide(step, time.monotonic()))
+    else:
+        answer = exchange.receive(ranks.deadline(), absence_error)
+    schedule.next_step = answer["next"]
+    return bool(answer["due"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ddpsafe._errors import ConfigError
-from ddpsafe.checkpoint import Checkpointer, Keep, _format, _schedule, errors
+from ddpsafe.checkpoint import Checkpointer, Keep, _checkpointer, _format, _schedule, errors
 
 DEEP: Any = 1
 for _ in range(150):
@@ -261,7 +261,8 @@ def test_each_interval_has_one_save(
 ) -> None:
     """Also while it is written in the background, and if it fails: a disk stays full for longer than a step."""
     now_s = 100.0
-    monkeypatch.setattr(_schedule, "time", SimpleNamespace(monotonic=lambda: now_s))
+    for module in (_schedule, _checkpointer):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now_s))
     saved = []
     with Checkpointer(tmp_path / "c", every=every, on_failure="warn") as checkpointer:
         checkpointer.save({"x": 0}, 0)
@@ -281,6 +282,51 @@ def test_each_interval_has_one_save(
             elif not fails:
                 checkpointer.wait()  # as at the end of an epoch
     assert saved == ([12, 24, 30, 42] if every == 10 else [12, 24, 36, 48])
+
+
+@pytest.mark.parametrize(
+    ("saved", "newest", "steps", "due"),
+    [
+        # Nothing is saved: due at a multiple, and at the first step after one that was skipped.
+        (None, None, [1, 9, 10, 11, 19, 21], [10, 21]),
+        # The directory has step 10, then 25: steps count from there.
+        (None, 10, [11, 20, 31], [20, 31]),
+        (None, 25, [26, 29, 30], [30]),
+        # A save of step 20 is still being written, or has failed.
+        (20, 10, [21, 29, 30], [30]),
+        (20, None, [21, 29, 30], [30]),
+        # A return to an earlier step: no step to count from.
+        (None, 100, [20, 21], [20]),
+    ],
+)
+def test_steps_count_from_the_last_save(
+    saved: int | None, newest: int | None, steps: list[int], due: list[int]
+) -> None:
+    """Rows of what was saved, of the steps that are asked for, and of those that are due, every 10."""
+    schedule = _schedule.StepInterval(10)
+    if saved is not None:
+        schedule.begin(saved, 0.0)
+    assert [step for step in steps if schedule.is_due(step, newest)] == due
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "looks", "answers"),
+    [
+        # 60 s, a step per second: twice as many steps are skipped from look to look, and never too many.
+        (0.0, [(0, 0.0), (1, 1.0), (2, 2.0), (4, 4.0), (32, 32.0)], [1, 2, 4, 8, 60]),
+        # The last save was 50 s before.
+        (50.0, [(0, 0.0), (8, 8.0), (10, 10.0)], [1, 10, -20]),
+        # The training has returned to an earlier step: its speed is measured from there.
+        (0.0, [(90, 0.0), (10, 5.0), (12, 9.0)], [91, 11, 14]),
+    ],
+)
+def test_the_clock_is_looked_at_when_it_may_be_time(
+    waited_s: float, looks: list[tuple[int, float]], answers: list[int]
+) -> None:
+    """Rows of steps and times at which it is looked at, and of the next look; negative if a save is due."""
+    schedule = _schedule.TimeInterval(timedelta(minutes=1), 0.0, waited_s)
+    found = [schedule.decide(step, now_s) for step, now_s in looks]
+    assert [-each["next"] if each["due"] else each["next"] for each in found] == answers
 
 
 def test_save_is_due_at_a_time_interval(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from ddpsafe._launcher.launch_parts import NodeMemory
 from ddpsafe.checkpoint import Checkpointer, PerRank, _checksums, _directory, _memory, _save, _slots
 from ddpsafe.checkpoint._format import NAME, RANKS, REPLICATED, STATE
 from ddpsafe.checkpoint._memory import StateMemory
-from ddpsafe.checkpoint._schedule import Costs, Schedule, highest, steps_between
+from ddpsafe.checkpoint._schedule import Costs, CostShare, TimeInterval, highest, steps_between
 from ddpsafe.checkpoint._slots import Held, NodeSlots, candidates
 from ddpsafe.checkpoint._state import Snapshot
 from ddpsafe.checkpoint.errors import CheckpointWarning, RestoreError, SaveError, SaveTimeoutError
@@ -403,8 +403,9 @@ def test_the_time_until_the_next_save_to_the_directory_goes_on_over_restarts(
         with keeping(tmp_path, memory, every=timedelta(hours=1)) as checkpointer:
             assert checkpointer.restore({"x": 0}) == (attempt - 1 or None)
             schedule = checkpointer._schedule
-            assert schedule is not None
-            schedule._saved_s = schedule._written_s = schedule._written_s - 1300
+            assert isinstance(schedule, TimeInterval)
+            schedule._saved_s -= 1300
+            checkpointer._written_s -= 1300
             keep(checkpointer, {"x": 0}, attempt)
             assert checkpointer.steps() == ([3] if attempt == 3 else [])
 
@@ -533,12 +534,10 @@ def test_auto_takes_at_most_one_percent_of_the_time(
 
 def test_what_auto_measures_adds_up() -> None:
     """The first save has nothing to report, the second one the first."""
-    schedule = Schedule("auto")
-    assert schedule.begin(3) is None
-    schedule.note_saved()
-    costs = schedule.begin(5)
-    assert costs is not None
-    assert 0 <= costs.last_s == costs.spent_s <= costs.passed_s
+    schedule = CostShare()
+    assert schedule.begin(3, 100.0) is None
+    schedule.end(102.0, None)
+    assert schedule.begin(5, 108.0) == Costs(last_s=2.0, spent_s=2.0, passed_s=8.0, step_s=3.0)
 
 
 def test_auto_knows_its_interval_after_a_restart() -> None:
@@ -546,17 +545,12 @@ def test_auto_knows_its_interval_after_a_restart() -> None:
     cheap, dear = Costs(0.01, 0.5, 100.0, 0.1), Costs(0.02, 0.8, 100.0, 0.1)
     assert highest([cheap, dear, cheap]) == dear
     assert highest([]) is None
-    schedule = Schedule("auto")
-    schedule.resume(40, dear)
-    ranks: Any = None  # not asked with "auto"
+    schedule = CostShare()
+    schedule.resume(40, dear, 1000.0)
     due = 40 + steps_between([dear])
-    assert [schedule.is_due(step, None, ranks) for step in (41, due - 1, due)] == [False] * 2 + [
-        True
-    ]
-    costs = schedule.begin(due)
-    assert costs is not None
-    assert costs.last_s == pytest.approx(0.02, abs=1e-3)
-    assert (costs.spent_s, costs.passed_s >= 100) == (0.8, True)
+    assert [schedule.is_due(step, None) for step in (41, due - 1, due)] == [False, False, True]
+    costs = schedule.begin(due, 1010.0)
+    assert costs == pytest.approx(Costs(0.02, 0.8, 110.0, 10 / (due - 40)))
 
 
 @pytest.mark.parametrize(
