@@ -795,7 +795,7 @@ def read_info(folder: Path) -> CheckpointInfo:
                 cause="the disk is failing, or the files were changed or only partly copied.",
                 fix="restore another step.",
             ),
-            problems=[str(exc)],
+            problems=(str(exc),),
         ) from exc
     return _info_of(manifest, in_memory=False)
 

@@ -360,7 +360,7 @@ def open_directory(ranks: Ranks, directory: Path) -> tuple[DirectoryLock | None,
                     fix="give every rank the same directory on storage that all nodes share.",
                     details=listed,
                 ),
-                hosts=hosts,
+                hosts=tuple(hosts),
                 rank=min(blind),
             )
         return {}

@@ -352,5 +352,5 @@ def _locked(directory: Path, owner: Owner | None, sign: str) -> DirectoryLockedE
             fix="give each job its own directory, or end the other job; to read only, use "
             "Checkpointer(..., access='read').",
         ),
-        owner=None if owner is None else asdict(owner),
+        owner={} if owner is None else asdict(owner),
     )

@@ -202,7 +202,7 @@ def restore(request: RestoreRequest) -> Restored | None:
             else "restore another step; restore() without step= takes the newest undamaged one.",
             details=problems[:8],
         ),
-        problems=problems,
+        problems=tuple(problems),
     )
 
 
@@ -230,7 +230,7 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
     views = [set(message.facts["steps"]) for message in messages.values()]
     common = sorted(set.intersection(*views), reverse=True)
     seen = sorted(set.union(*views), reverse=True)
-    by_host = {message.facts["host"]: message.facts["steps"] for message in messages.values()}
+    by_host = {each.facts["host"]: tuple(each.facts["steps"]) for each in messages.values()}
     damaged = [text for message in messages.values() for text in message.facts["damaged"]]
     found = {"steps": common, "seen": seen, "memory": memory, "damaged": damaged}
     if request.step is not None:
@@ -276,7 +276,7 @@ def missing_step(
     step: int,
     *,
     others: Sequence[int],
-    by_host: Mapping[str, Sequence[int]] | None = None,
+    by_host: dict[str, tuple[int, ...]] | None = None,
 ) -> MissingCheckpointError:
     """Make the error for a step that has no checkpoint, while the steps `others` have one.
 

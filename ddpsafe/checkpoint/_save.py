@@ -206,7 +206,7 @@ class Writing:
                 fix="check that storage; raise the Checkpointer's timeout if it is only slow.",
             ),
             step=self._step,
-            missing_ranks=[self._ranks.rank],
+            missing_ranks=(self._ranks.rank,),
             waited_s=waited_s,
             rank=self._ranks.rank,
         )
@@ -370,7 +370,7 @@ class Save:
         return SaveTimeoutError(
             explanation,
             step=self.step,
-            missing_ranks=absence.ranks,
+            missing_ranks=tuple(absence.ranks),
             waited_s=absence.waited_s,
         )
 

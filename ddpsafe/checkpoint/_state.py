@@ -321,7 +321,7 @@ def _unsafe(refused: list[tuple[str, str]]) -> UnsafeStateError:
             "torch.serialization.add_safe_globals.",
             details=shortened([f"{path}: {why}" for path, why in refused], _MAX_LISTED),
         ),
-        paths=[path for path, _ in refused],
+        paths=tuple(path for path, _ in refused),
     )
 
 

@@ -28,17 +28,17 @@ import contextlib
 import os
 import sys
 import warnings
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ddpsafe._errors import DDPSafeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ddpsafe._errors import Explanation
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointError(DDPSafeError):
     """Base of the errors of ``ddpsafe.checkpoint``, except for wrong calls: those are `ConfigError`.
 
@@ -46,11 +46,14 @@ class CheckpointError(DDPSafeError):
         rank: The rank where the error occurred; ``None`` if it occurred on every rank.
     """
 
-    def __init__(self, explanation: Explanation | str, *, rank: int | None = None) -> None:
-        super().__init__(explanation)
-        self.rank = rank
+    said: InitVar[Explanation | str]
+    rank: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self, said: Explanation | str) -> None:
+        super().__init__(said)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DirectoryError(CheckpointError):
     """The directory cannot be used: not writable, vanished, or not the same for all ranks.
 
@@ -58,13 +61,10 @@ class DirectoryError(CheckpointError):
         hosts: The hosts where it cannot be used, sorted.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, hosts: Sequence[str] = (), rank: int | None = None
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.hosts = tuple(hosts)
+    hosts: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DirectoryLockedError(CheckpointError):
     """Another job writes into the directory.
 
@@ -72,17 +72,10 @@ class DirectoryLockedError(CheckpointError):
         owner: What is known about that job: ``host``, ``pid``, ``job``, ``since``.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        owner: Mapping[str, object] | None = None,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.owner: dict[str, object] = dict(owner or {})
+    owner: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UnsafeStateError(CheckpointError, TypeError):
     """The state holds values that ``torch.load(weights_only=True)`` would refuse.
 
@@ -90,13 +83,10 @@ class UnsafeStateError(CheckpointError, TypeError):
         paths: Where the values are, e.g. ``state['config']['loss']``.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, paths: Sequence[str] = (), rank: int | None = None
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.paths = tuple(paths)
+    paths: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StepOrderError(CheckpointError, ValueError):
     """The step is older than the newest checkpoint.
 
@@ -105,14 +95,11 @@ class StepOrderError(CheckpointError, ValueError):
         newest: The step of the newest checkpoint.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, step: int, newest: int, rank: int | None = None
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.step = step
-        self.newest = newest
+    step: int
+    newest: int
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SaveError(CheckpointError):
     """Nothing was saved; earlier checkpoints are unchanged.
 
@@ -120,13 +107,10 @@ class SaveError(CheckpointError):
         step: The step that was to be saved.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, step: int, rank: int | None = None
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.step = step
+    step: int
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NoSpaceError(SaveError):
     """The disk, a quota on it, or the memory for `memory_every` does not suffice.
 
@@ -135,20 +119,11 @@ class NoSpaceError(SaveError):
         free_bytes: Free space.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        step: int,
-        needed_bytes: int,
-        free_bytes: int,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, step=step, rank=rank)
-        self.needed_bytes = needed_bytes
-        self.free_bytes = free_bytes
+    needed_bytes: int
+    free_bytes: int
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SaveTimeoutError(SaveError, TimeoutError):
     """A rank did not do its part of a save within the checkpointer's `timeout`.
 
@@ -159,24 +134,15 @@ class SaveTimeoutError(SaveError, TimeoutError):
 
     origin = "timeout"
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        step: int,
-        missing_ranks: Sequence[int],
-        waited_s: float,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, step=step, rank=rank)
-        self.missing_ranks = tuple(missing_ranks)
-        self.waited_s = waited_s
+    missing_ranks: tuple[int, ...]
+    waited_s: float
 
 
 class RestoreError(CheckpointError):
     """Nothing was restored."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CorruptCheckpointError(RestoreError):
     """All checkpoints, or the requested one, are damaged.
 
@@ -184,17 +150,10 @@ class CorruptCheckpointError(RestoreError):
         problems: Descriptions of what is damaged and where.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        problems: Sequence[str] = (),
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.problems = tuple(problems)
+    problems: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NewerFormatError(RestoreError):
     """A newer ddpsafe wrote the checkpoint.
 
@@ -203,14 +162,11 @@ class NewerFormatError(RestoreError):
         known: The newest format version that this ddpsafe reads.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, found: int, known: int, rank: int | None = None
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.found = found
-        self.known = known
+    found: int
+    known: int
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MissingCheckpointError(RestoreError):
     """The ranks have no checkpoint in common, or not the requested one.
 
@@ -218,17 +174,10 @@ class MissingCheckpointError(RestoreError):
         steps: The steps that each host sees.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        steps: Mapping[str, Sequence[int]] | None = None,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.steps = {host: tuple(seen) for host, seen in (steps or {}).items()}
+    steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointMismatchError(RestoreError, ValueError):
     """The checkpoint belongs to another model, or to other objects.
 
@@ -236,15 +185,7 @@ class CheckpointMismatchError(RestoreError, ValueError):
         differences: What differs, by path: the saved value and the present one.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        differences: Mapping[str, tuple[object, object]] | None = None,
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation, rank=rank)
-        self.differences = {name: tuple(pair) for name, pair in (differences or {}).items()}
+    differences: dict[str, tuple[object, object]] = field(default_factory=dict)
 
 
 class CheckpointWarning(UserWarning):

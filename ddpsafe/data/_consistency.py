@@ -414,7 +414,7 @@ def _inconsistent(
     index: int | None = None,
 ) -> DatasetInconsistencyError:
     text = Explanation(what, cause=cause, fix=fix, details=[*details])
-    error = DatasetInconsistencyError(text, ranks=ranks, index=index)
+    error = DatasetInconsistencyError(text, ranks=tuple(ranks), index=index)
     # So the launcher blames a rank that differs, though all ranks raise.
     error.origin = "own" if current_replica().rank in ranks else "mismatch"
     return error

@@ -229,8 +229,8 @@ def _check_cover(
                 f"outside: {outside[:_SHOWN].tolist()}",
             ],
         ),
-        missing=missing[:_SHOWN].tolist(),
-        duplicated=repeated[:_SHOWN].tolist(),
+        missing=tuple(missing[:_SHOWN].tolist()),
+        duplicated=tuple(repeated[:_SHOWN].tolist()),
     )
 
 

@@ -107,7 +107,7 @@ class EvenSteps(Generic[T]):
                         cause="there are fewer samples than ranks, or files are divided unevenly.",
                         fix="use fewer ranks, or policy='join'.",
                     ),
-                    finished_ranks=finished,
+                    finished_ranks=tuple(finished),
                     step=0,
                 )
             return True
@@ -119,7 +119,7 @@ class EvenSteps(Generic[T]):
                     cause="a stream or its files are divided unevenly, or drop_last differs.",
                     fix="policy='min' stops all ranks here, 'dummy' lets the others finish.",
                 ),
-                finished_ranks=finished,
+                finished_ranks=tuple(finished),
                 step=step,
             )
         logger.warning(

@@ -157,7 +157,7 @@ class ShardedIterable(Resumable, IterableDataset[T], Generic[T]):
                     cause="its length is not a multiple of the world size.",
                     fix="choose even='truncate' or even='repeat'.",
                 ),
-                finished_ranks=range(self.num_replicas - missing, self.num_replicas),
+                finished_ranks=tuple(range(self.num_replicas - missing, self.num_replicas)),
                 step=total // self.num_replicas,
             )
         # Cycled, since a stream may have fewer samples than there are ranks.

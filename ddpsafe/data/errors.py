@@ -22,24 +22,30 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import DDPSafeError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from ddpsafe._errors import Explanation
 
 
+@dataclass(eq=False, repr=False)
 class DataError(DDPSafeError):
     """Base of the errors of ``ddpsafe.data``, except for bad arguments: those are `ConfigError`."""
+
+    said: InitVar[Explanation | str]
+
+    def __post_init__(self, said: Explanation | str) -> None:
+        super().__init__(said)
 
 
 class MissingDistributedSamplerError(DataError):
     """The sampler does not divide the data over the ranks of this world."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UndividedStreamError(DataError):
     """Two ranks, or two workers of a rank, have read the same first samples of a stream.
 
@@ -48,18 +54,11 @@ class UndividedStreamError(DataError):
         workers: The two workers, from 0; 0 for a rank without workers.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        ranks: Sequence[int] = (),
-        workers: Sequence[int] = (),
-    ) -> None:
-        super().__init__(explanation)
-        self.ranks = tuple(ranks)
-        self.workers = tuple(workers)
+    ranks: tuple[int, ...] = ()
+    workers: tuple[int, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class StateMismatchError(DataError, ValueError):
     """A saved position belongs to another dataset or sampler, or is damaged.
 
@@ -67,14 +66,7 @@ class StateMismatchError(DataError, ValueError):
         differences: What differs, by key: ``(saved, current)``.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        differences: Mapping[str, tuple[object, object]] | None = None,
-    ) -> None:
-        super().__init__(explanation)
-        self.differences: dict[str, tuple[object, object]] = dict(differences or {})
+    differences: dict[str, tuple[object, object]] = field(default_factory=dict)
 
 
 class DatasetChangedError(DataError):
@@ -85,6 +77,7 @@ class LateSetEpochError(DataError):
     """``set_epoch()`` was called while an iteration was under way and cannot take effect."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UnsafeWorkersError(DataError):
     """The dataset holds something that must not cross into a worker process.
 
@@ -92,11 +85,10 @@ class UnsafeWorkersError(DataError):
         paths: Where in the dataset, e.g. ``dataset.reader.file``.
     """
 
-    def __init__(self, explanation: Explanation | str, *, paths: Sequence[str] = ()) -> None:
-        super().__init__(explanation)
-        self.paths = tuple(paths)
+    paths: tuple[str, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class WorkerDiedError(DataError, RuntimeError):
     """A DataLoader worker process died without an exception of its own.
 
@@ -108,25 +100,18 @@ class WorkerDiedError(DataError, RuntimeError):
         index: The dataset index it was reading; ``None`` if unknown.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        rank: int,
-        worker: int,
-        pid: int | None,
-        exitcode: int | None,
-        index: int | None,
-    ) -> None:
-        super().__init__(explanation)
-        self.rank = rank
-        self.worker = worker
-        self.pid = pid
-        self.exitcode = exitcode
-        self.index = index
-        self.kind = "out-of-memory" if exitcode == -signal.SIGKILL else "killed"
+    rank: int
+    worker: int
+    pid: int | None
+    exitcode: int | None
+    index: int | None
+
+    def __post_init__(self, said: Explanation | str) -> None:
+        super().__post_init__(said)
+        self.kind = "out-of-memory" if self.exitcode == -signal.SIGKILL else "killed"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class WorkerTimeoutError(DataError, RuntimeError):
     """A rank received no batch within the loader's ``timeout``, though its workers are alive.
 
@@ -137,22 +122,13 @@ class WorkerTimeoutError(DataError, RuntimeError):
         timeout_s: How long the rank waited.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        rank: int,
-        worker: int | None,
-        index: int | None,
-        timeout_s: float,
-    ) -> None:
-        super().__init__(explanation)
-        self.rank = rank
-        self.worker = worker
-        self.index = index
-        self.timeout_s = timeout_s
+    rank: int
+    worker: int | None
+    index: int | None
+    timeout_s: float
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DatasetInconsistencyError(DataError):
     """The ranks do not hold the same dataset, order, seed or batch size.
 
@@ -161,14 +137,11 @@ class DatasetInconsistencyError(DataError):
         index: The first item that differs; ``None`` if the difference is not in one item.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, ranks: Sequence[int] = (), index: int | None = None
-    ) -> None:
-        super().__init__(explanation)
-        self.ranks = tuple(ranks)
-        self.index = index
+    ranks: tuple[int, ...] = ()
+    index: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class UnevenStepsError(DataError):
     """Some ranks ran out of batches while others still have some.
 
@@ -177,14 +150,11 @@ class UnevenStepsError(DataError):
         step: The first step for which they had none, from 0.
     """
 
-    def __init__(
-        self, explanation: Explanation | str, *, finished_ranks: Sequence[int], step: int
-    ) -> None:
-        super().__init__(explanation)
-        self.finished_ranks = tuple(finished_ranks)
-        self.step = step
+    finished_ranks: tuple[int, ...]
+    step: int
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class IncompleteGatherError(DataError):
     """The gathered results do not cover the dataset exactly once.
 
@@ -193,16 +163,8 @@ class IncompleteGatherError(DataError):
         duplicated: The first indices that were delivered more than once.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        missing: Sequence[int] = (),
-        duplicated: Sequence[int] = (),
-    ) -> None:
-        super().__init__(explanation)
-        self.missing = tuple(missing)
-        self.duplicated = tuple(duplicated)
+    missing: tuple[int, ...] = ()
+    duplicated: tuple[int, ...] = ()
 
 
 class DataWarning(UserWarning):

@@ -329,14 +329,6 @@ def test_the_clock_is_looked_at_when_it_may_be_time(
     assert [-each["next"] if each["due"] else each["next"] for each in found] == answers
 
 
-def test_save_is_due_at_a_time_interval(tmp_path: Path) -> None:
-    """It is due as soon as the time has passed, and never before."""
-    with Checkpointer(tmp_path, every=timedelta(hours=1)) as checkpointer:
-        assert not any(checkpointer.is_due(step) for step in range(100))
-    with Checkpointer(tmp_path, every=timedelta(microseconds=1)) as checkpointer:
-        assert checkpointer.is_due(1)
-
-
 def test_is_due_requires_an_interval(tmp_path: Path) -> None:
     """The error says which argument to pass."""
     with (

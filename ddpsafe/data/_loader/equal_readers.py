@@ -130,7 +130,7 @@ class EqualReaders:
                 fix=f"wrap it in ddpsafe.data.ShardedIterable, {fix}",
                 details=[f"sample {i}: {text}" for i, text in enumerate(reader.examples)],
             ),
-            ranks=sorted({one[0], other[0]}),
+            ranks=tuple(sorted({one[0], other[0]})),
             workers=(one[1], other[1]),
         )
 

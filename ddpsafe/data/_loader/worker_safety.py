@@ -551,7 +551,7 @@ def refuse_unsafe_workers(
             details=[str(hazard) for hazard in unsafe[1:]],
         )
         if safety == "error":
-            raise UnsafeWorkersError(text, paths=[hazard.path for hazard in unsafe])
+            raise UnsafeWorkersError(text, paths=tuple(hazard.path for hazard in unsafe))
         warnings.warn(str(text), DataWarning, stacklevel=4)
 
 
@@ -568,7 +568,7 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
                     fix="open resources in a ddpsafe.data.PerProcess; use functions and classes "
                     "at module level instead of lambdas; or multiprocessing_context='fork'.",
                 ),
-                paths=[path],
+                paths=(path,),
             )
     return None
 
