@@ -23,7 +23,13 @@ from torch.utils.data import Dataset, get_worker_info
 from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
 from ddpsafe.data._gathering import gather_json, gather_rows
-from ddpsafe.data._loader.equal_readers import bytes_of, parts_of
+from ddpsafe.data._loader.equal_readers import (
+    ITEM_DIGEST_BYTES,
+    content_of,
+    item_digest,
+    stable_text,
+    text_of,
+)
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._loader.reading import PATH_ATTRIBUTES, describe_index
 from ddpsafe.data._loader.sampler_search import find_epoch_holder
@@ -32,7 +38,6 @@ from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DatasetInconsistencyError
 
-_ITEM_DIGEST_BYTES: Final = 8
 _PROBES: Final = 64
 # Items are read beside the paths, because labels may come from elsewhere: wrong ones show in most items.
 _PROBES_BESIDE_PATHS: Final = 16
@@ -113,7 +118,7 @@ class DatasetView:
 
     def fingerprint(self) -> str:
         """Return the digest of length, kind and samples: 16 bytes as hexadecimal text."""
-        samples = hashlib.blake2b(digest_size=_ITEM_DIGEST_BYTES)
+        samples = hashlib.blake2b(digest_size=ITEM_DIGEST_BYTES)
         for sample in self._samples():
             samples.update(sample)
         text = f"{self.length}|{self.kind}|{samples.hexdigest()}"
@@ -121,11 +126,9 @@ class DatasetView:
 
     def digests(self) -> torch.Tensor:
         """Return the digest of each compared sample: shape (k, 8), uint8."""
-        digests = [
-            hashlib.blake2b(each, digest_size=_ITEM_DIGEST_BYTES) for each in self._samples()
-        ]
+        digests = [hashlib.blake2b(each, digest_size=ITEM_DIGEST_BYTES) for each in self._samples()]
         rows = np.frombuffer(b"".join(each.digest() for each in digests), dtype=np.uint8)
-        return torch.from_numpy(rows.reshape(-1, _ITEM_DIGEST_BYTES).copy())
+        return torch.from_numpy(rows.reshape(-1, ITEM_DIGEST_BYTES).copy())
 
 
 def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetView]:
@@ -157,7 +160,7 @@ def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetV
             "items",
             _PROBES_BESIDE_PATHS,
             # A sample may hold paths, and hosts may mount the data in different places.
-            lambda sample: _text_of(sample, _coarse_content).replace(root, ""),
+            lambda sample: text_of(sample, _coarse_content).replace(root, ""),
         )
         return [paths] if items is None else [paths, items]
     if not has_items:
@@ -225,7 +228,8 @@ def _view_items(
         values = list(sample.values()) if isinstance(sample, Mapping) else sample
         values = values if isinstance(values, list | tuple) else [values]
         return [
-            (_digest(text(value).encode("utf-8", "replace")), _is_single(value)) for value in values
+            (item_digest(text(value).encode("utf-8", "replace")), _is_single(value))
+            for value in values
         ]
 
     # A dataset that draws from its own generator gives another item each time.
@@ -255,41 +259,10 @@ def _fixed_randomness(seed: int) -> Iterator[None]:
         torch.set_rng_state(ours)
 
 
-def stable_text(value: Any) -> str:
-    """Return a text that is equal on every host for equal samples: without memory addresses."""
-    return _text_of(value, _content)
-
-
-def _text_of(value: Any, content: Callable[[Any], str]) -> str:
-    if value is None or isinstance(value, str | bytes | int | float | complex):
-        return repr(value)
-    if isinstance(value, Mapping):
-        pairs = (f"{k!r}:{_text_of(v, content)}" for k, v in value.items())
-        return "{" + ",".join(pairs) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ",".join(_text_of(part, content) for part in value) + "]"
-    return f"{type(value).__qualname__}{content(value)}"
-
-
-def _content(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        with contextlib.suppress(RuntimeError):  # as a meta tensor, which has no content
-            parts = parts_of(value)
-            if parts is not None:
-                return stable_text(parts)
-            return f"{tuple(value.shape)}{value.dtype}{_digest(bytes_of(value))}"
-        return f"{value.layout}{value.dtype}{_digest(repr(value).encode())}"
-    if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
-        return f"{value.shape}{stable_text(value.ravel().tolist())}"
-    if isinstance(value, np.ndarray | np.generic):
-        return f"{value.shape}{value.dtype}{_digest(value.tobytes())}"
-    return _digest(value.tobytes()) if hasattr(value, "tobytes") else ""
-
-
 def _coarse_content(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if value.is_nested:
-            return _text_of(value.unbind(), _coarse_content)
+            return text_of(value.unbind(), _coarse_content)
         is_of_labels = not value.is_floating_point() and value.dtype is not torch.uint8
         count = value.numel()
     elif isinstance(value, np.ndarray | np.generic):
@@ -297,12 +270,8 @@ def _coarse_content(value: Any) -> str:
     else:  # an image: its file was compared
         return str(getattr(value, "size", ""))
     if is_of_labels or count <= _COMPARED_VALUES:
-        return _content(value)
+        return content_of(value)
     return f"{tuple(value.shape)}{value.dtype}"
-
-
-def _digest(raw: bytes | memoryview) -> str:
-    return hashlib.blake2b(raw, digest_size=_ITEM_DIGEST_BYTES).hexdigest()
 
 
 _SHOWN_CHARS: Final = 200

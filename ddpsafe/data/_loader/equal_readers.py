@@ -7,12 +7,12 @@ and the second one with the same digest raises. No rank waits for another.
 
 from __future__ import annotations
 
-import collections.abc
 import contextlib
 import hashlib
 import json
 import traceback
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,6 +36,7 @@ _DIFFERENT_SAMPLES: Final = 8
 _MOST_SAMPLES: Final = 256
 _SHOWN_SAMPLES: Final = 3
 _SHOWN_CHARS: Final = 80
+ITEM_DIGEST_BYTES: Final = 8
 
 _history: list[str] = []
 """Where the loaders were made whose streams this rank has begun to read, in that order."""
@@ -162,7 +163,7 @@ class _FirstSamples:
             if self.is_complete():
                 return
             self.count += 1
-            self._checksums.append(checksum(sample, 0))
+            self._checksums.append(checksum(sample))
             if len(self.examples) < _SHOWN_SAMPLES:
                 self.examples.append(clip(" ".join(repr(sample).split()), _SHOWN_CHARS))
 
@@ -174,7 +175,7 @@ def _samples_of(batch: Any, batch_size: int | None) -> list[Any]:
     """Return the samples of a batch; the whole batch as one if its parts have no common length."""
     if batch_size is None:
         return [batch]
-    if isinstance(batch, collections.abc.Mapping):
+    if isinstance(batch, Mapping):
         columns = list(batch.values())
     elif isinstance(batch, list | tuple):
         columns = list(batch)
@@ -225,26 +226,45 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def checksum(value: Any, start: int) -> int:
-    """Return a checksum of nested tensors, arrays and plain values, continued from `start`."""
+def item_digest(raw: bytes | memoryview) -> str:
+    """Return a short digest of a sample's bytes as hexadecimal text."""
+    return hashlib.blake2b(raw, digest_size=ITEM_DIGEST_BYTES).hexdigest()
+
+
+def stable_text(value: Any) -> str:
+    """Return a text that is equal on every host for equal samples: without memory addresses."""
+    return text_of(value, content_of)
+
+
+def text_of(value: Any, content: Callable[[Any], str]) -> str:
+    """Return the same, with what `content` returns of values that are not plain."""
+    if value is None or isinstance(value, str | bytes | int | float | complex):
+        return repr(value)
+    if isinstance(value, Mapping):
+        pairs = (f"{k!r}:{text_of(v, content)}" for k, v in value.items())
+        return "{" + ",".join(pairs) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(text_of(part, content) for part in value) + "]"
+    return f"{type(value).__qualname__}{content(value)}"
+
+
+def content_of(value: Any) -> str:
+    """Return what tells apart two tensors, arrays or images; empty for other objects."""
     if isinstance(value, torch.Tensor):
-        head = f"{value.dtype}{value.layout}".encode()
-        with contextlib.suppress(RuntimeError):  # a meta tensor has no content
+        with contextlib.suppress(RuntimeError):  # as a meta tensor, which has no content
             parts = parts_of(value)
             if parts is not None:
-                return checksum(parts, zlib.crc32(head, start))
-            raw = bytes_of(value)
-            return zlib.crc32(raw, zlib.crc32(head + str(tuple(value.shape)).encode(), start))
-        return zlib.crc32(repr(value).encode(), zlib.crc32(head, start))
-    if isinstance(value, np.ndarray):  # its repr() leaves out the middle of long arrays
-        start = zlib.crc32(f"{value.dtype}{value.shape}".encode(), start)
-        if value.dtype != object:
-            return zlib.crc32(value.tobytes(), start)
-        value = value.ravel().tolist()
-    if isinstance(value, collections.abc.Mapping):
-        value = [part for pair in value.items() for part in pair]
-    if isinstance(value, list | tuple):
-        for part in value:
-            start = checksum(part, start)
-        return start
-    return zlib.crc32(repr(value).encode("utf-8", "replace"), start)
+                return stable_text(parts)
+            return f"{tuple(value.shape)}{value.dtype}{item_digest(bytes_of(value))}"
+        return f"{value.layout}{value.dtype}{item_digest(repr(value).encode())}"
+    if isinstance(value, np.ndarray) and value.dtype == object:  # its bytes are addresses
+        return f"{value.shape}{stable_text(value.ravel().tolist())}"
+    if isinstance(value, np.ndarray | np.generic):
+        return f"{value.shape}{value.dtype}{item_digest(value.tobytes())}"
+    return item_digest(value.tobytes()) if hasattr(value, "tobytes") else ""
+
+
+def checksum(value: Any) -> int:
+    """Return a checksum of nested values, also of objects that only their text tells apart."""
+    text = text_of(value, lambda part: content_of(part) or repr(part))
+    return zlib.crc32(text.encode("utf-8", "replace"))

@@ -118,7 +118,7 @@ class Tracker:
             with contextlib.suppress(Exception):
                 dataset.load_state_dict(copy.deepcopy(state))
             iterator = iter(dataset)
-            if checksum(dataset.state_dict(), 0) != checksum(state, 0):
+            if checksum(dataset.state_dict()) != checksum(state):
                 dataset.load_state_dict(state)
         else:
             if state is not None:
