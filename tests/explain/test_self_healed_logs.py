@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from explained import read_sections
+from texts import read_sections
 
 from ddpsafe._explain.reader import explain_text
 

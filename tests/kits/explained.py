@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from pathlib import Path
 from typing import Final
 
 import pytest
@@ -33,17 +32,6 @@ def explain(*arguments: str, log: str = "") -> Run:
         except SystemExit as end:
             code = int(end.code or 0)
     return Run(code=code, out=out.getvalue(), err=err.getvalue())
-
-
-def read_sections(file: Path) -> dict[str, list[str]]:
-    """Return the lines below each heading, a line that begins with ``## ``."""
-    sections: dict[str, list[str]] = {}
-    for line in file.read_text("utf-8").splitlines():
-        if line.startswith("## "):
-            sections[line[3:]] = []
-        else:
-            sections[list(sections)[-1]].append(line)
-    return sections
 
 
 @functools.cache

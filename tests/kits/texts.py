@@ -1,4 +1,4 @@
-"""Texts for hypothesis, of chosen characters.
+"""Texts for tests: from a file with headings, and for hypothesis, of chosen characters.
 
 `st.text()` draws what UTF-8 can encode. On a machine where hypothesis has no cache yet, its first draw tries
 that for all of Unicode, which takes seconds to minutes and fails a health check.
@@ -7,6 +7,7 @@ that for all of Unicode, which takes seconds to minutes and fails a health check
 from __future__ import annotations
 
 import string
+from pathlib import Path
 from typing import Final
 
 from hypothesis import strategies as st
@@ -28,3 +29,14 @@ CHARACTERS: Final = ENCODABLE + "\ud800\udfff"
 def any_text(*, max_size: int | None = None) -> st.SearchStrategy[str]:
     """Return a strategy for texts of these characters."""
     return st.text(CHARACTERS, max_size=max_size)
+
+
+def read_sections(file: Path) -> dict[str, list[str]]:
+    """Return the lines below each heading, a line that begins with ``## ``."""
+    sections: dict[str, list[str]] = {}
+    for line in file.read_text("utf-8").splitlines():
+        if line.startswith("## "):
+            sections[line[3:]] = []
+        else:
+            sections[list(sections)[-1]].append(line)
+    return sections
