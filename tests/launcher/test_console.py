@@ -545,32 +545,6 @@ def tail_of(file: Path, show: str) -> _Tail:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "shown"),
-    [
-        (["step 0\r", "step 1\r", "step 2\r", "done\n"], "done"),
-        (["step 0\r", "step 1\n"], "step 1"),
-        (["\rstep 0", "0\rstep 1", "1\n"], "step 11"),
-        (["text\r", "\n"], "text"),
-    ],
-)
-def test_a_line_is_overwritten_however_it_is_split_into_reads(
-    tmp_path: Path, pieces: list[str], shown: str
-) -> None:
-    """A carriage return may precede or follow a line, and be read with either part."""
-    file = tmp_path / "out"
-    file.touch()
-    tail = tail_of(file, "all")
-    found = ""
-    for piece in pieces:
-        with file.open("a", newline="") as log:
-            log.write(piece)
-        tail.read(0.0, final=False)
-        found += tail.take(final=False)
-    tail.close()
-    assert found == f"{shown}\n"
-
-
-@pytest.mark.parametrize(
     ("show", "steps", "shown"),
     [
         ("all", ["name? ", 0.1, "Ada\n"], ["", "", "name? Ada\n"]),

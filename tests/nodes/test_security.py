@@ -33,20 +33,16 @@ from ddpsafe._job.channel import (
     RefusedError,
 )
 from ddpsafe._job.endpoint import rank_store
-from ddpsafe._job.secret import Signer
 from ddpsafe._launcher.nodes import torchs_rendezvous
 from ddpsafe._launcher.nodes.node_messages import (
     CODEC,
     Answered,
     Ask,
     LetRanksExit,
-    NodeFacts,
     RankReport,
     Warned,
-    error_of,
     rank_report,
     read_rank_report,
-    round_result_of,
 )
 from ddpsafe._launcher.nodes.torchs_rendezvous import SharedState
 from ddpsafe._launcher.processes.store_folder import reserved_port
@@ -547,46 +543,6 @@ def test_a_node_that_cannot_be_reached_does_not_count() -> None:
     assert len(shared.arrivals().labels) == 1
     away.clear()
     assert len(shared.arrivals().labels) == 2
-
-
-def test_a_signature_is_valid_for_one_key_of_one_job() -> None:
-    """A value cannot be moved to another key or to another job."""
-    signer = Signer(b"secret", "job")
-    signed = signer.sign("key", b"value")
-    assert signer.verified("key", signed) == b"value"
-    assert signer.verified("other", signed) is None
-    assert Signer(b"secret", "job2").verified("key", signed) is None
-    assert signer.verified("key", signed[:-1]) is None
-
-
-def test_an_error_is_the_same_on_the_node_that_receives_it() -> None:
-    """Class, message, exit code and facts are transmitted."""
-    import ddpsafe
-
-    error = ddpsafe.RankKilledError(
-        ddpsafe.Explanation("rank 3 was killed", cause="c", fix="f", details=("d",), logs="h:/x"),
-        rank=3,
-        local_rank=1,
-        hostname="h1",
-        pid=7,
-        exit_code=137,
-        kind="killed",
-        attempt=2,
-        attempts=3,
-    )
-    copy = error_of(CODEC.unpack(CODEC.pack(round_result_of(error))))  # type: ignore[arg-type]  # a result
-    assert type(copy) is type(error)
-    assert str(copy) == str(error)
-    assert isinstance(copy, ddpsafe.RankKilledError)
-    assert (copy.exit_code, copy.kind, copy.rank, copy.attempt) == (137, "killed", 3, 2)
-
-
-def test_facts_of_a_node_survive_serialization() -> None:
-    """A node introduces itself in JSON."""
-    from ddpsafe._job.channel import from_json, to_json
-
-    facts = NodeFacts(hostname="h", pid=1, address="10.0.0.1", nproc=2, settings={"a": "b"})
-    assert from_json(NodeFacts, json.loads(json.dumps(to_json(facts)))) == facts
 
 
 UNKNOWN_SENDER: Final = """
