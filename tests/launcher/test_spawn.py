@@ -174,13 +174,6 @@ def test_no_ranks_are_no_success(tmp_path: Path, nprocs: int) -> None:
     assert notes(tmp_path) == {}
 
 
-def test_fork_is_refused_with_the_reason(tmp_path: Path) -> None:
-    """The message says what a fork would inherit, and what to write instead."""
-    with pytest.raises(ddpsafe.ConfigError, match="inherits CUDA") as caught:
-        spawn(programs.note_environment, (tmp_path,), nprocs=2, start_method="fork")
-    assert '"forkserver"' in str(caught.value)
-
-
 # The rendezvous.
 
 

@@ -196,12 +196,15 @@ def test_an_old_node_that_cannot_begin_ends_all(job: Job, unable: tuple[int, ...
         job.launch._await_nodes(job.rendezvous, PLAN)
 
 
-def test_a_node_that_has_left_is_lost_at_once(job: Job) -> None:
-    """The others do not wait for a node that is not there."""
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_a_node_that_has_left_is_lost_at_once(job: Job, *, was_ready: bool) -> None:
+    """The others do not wait for it; if it was ready, others may still prepare."""
     job.dial_both()
     job.rendezvous.send_plan(PLAN)
-    job.say(1, Ready(round_id="round"))
+    for node in (1, 2) if was_ready else (1,):
+        job.say(node, Ready(round_id="round"))
     job.others.pop(2).channel.close()
+    job.wait_until(lambda: job.forgotten)
     with pytest.raises(NodeLostError) as raised:
         job.launch._await_nodes(job.rendezvous, PLAN)
     assert raised.value.node_rank == 2
@@ -413,19 +416,6 @@ def test_a_node_that_comes_while_a_round_runs_is_told_so(job: Job) -> None:
     assert job.others[1].membership.running is None
     job.rendezvous.perform(job.lobby.end_round())
     wait_until(lambda: job.others[2].look() or late.running is None)
-
-
-def test_a_node_that_leaves_after_it_was_ready_is_lost(job: Job) -> None:
-    """Others may still prepare, and node 0 has not begun to watch the ranks."""
-    job.dial_both()
-    job.rendezvous.send_plan(PLAN)
-    job.say(1, Ready(round_id="round"))
-    job.others.pop(1).channel.close()
-    job.say(2, Ready(round_id="round"))
-    job.wait_until(lambda: job.forgotten)
-    with pytest.raises(NodeLostError) as raised:
-        job.launch._await_nodes(job.rendezvous, PLAN)
-    assert raised.value.node_rank == 1
 
 
 def test_what_a_new_node_says_is_not_the_error_of_the_job(job: Job) -> None:

@@ -148,41 +148,25 @@ def test_unknown_fixture(nonexistent):
     pass
 
 
-@pytest.mark.ddp(nprocs=3)
-def test_name_of_another_launcher():
-    pass
-
-
-@pytest.mark.ddp(backend="glo")
-def test_wrong_backend():
-    pass
-
-
-@pytest.mark.ddp(timout=3)
-def test_misspelled_limit():
-    pass
-
-
-@pytest.mark.ddp(timeout="abc")
-def test_limit_that_is_no_number():
-    pass
-
-
-@pytest.mark.ddp(nproc=[])
-def test_no_world():
-    pass
-
-
-@pytest.mark.ddp(nproc=10**9)
-def test_more_ranks_than_a_host_has_room_for():
-    pass
-
-
 class TestOfUnittest(unittest.TestCase):
     @pytest.mark.ddp
     def test_of_unittest(self):
         pass
 """
+
+_WRONG_MARKS = (
+    ("nprocs=3", "ERROR", "ddp has no nprocs; write ddp(nproc=2)"),
+    ("backend='glo'", "FAILED", "problem"),
+    ("timout=3", "ERROR", "ddp has no timout; write ddp(timeout=30)"),
+    ("timeout='abc'", "ERROR", "timeout must be a number of seconds > 0, not 'abc'"),
+    ("nproc=[]", "ERROR", "nproc must be an integer >= 1, not []"),
+    ("nproc=10**9", "FAILED", "problem"),
+)
+
+_TESTS_WITH_WRONG_MARKS = "".join(
+    f"@pytest.mark.ddp({arguments})\ndef test_wrong_{number}():\n    pass\n"
+    for number, (arguments, _, _) in enumerate(_WRONG_MARKS)
+)
 
 _OUTCOMES = (
     ("ranks_talk_and_share_a_folder", "PASSED", ""),
@@ -202,13 +186,8 @@ _OUTCOMES = (
     ("warning_is_an_error", "FAILED", "UserWarning: a warning"),
     ("without_mark", "ERROR", "mark the test with @pytest.mark.ddp(nproc=2)"),
     ("unknown_fixture", "FAILED", "(world_size 2)"),
-    ("name_of_another_launcher", "ERROR", "ddp has no nprocs; write ddp(nproc=2)"),
-    ("wrong_backend", "FAILED", "problem"),
-    ("misspelled_limit", "ERROR", "ddp has no timout; write ddp(timeout=30)"),
-    ("limit_that_is_no_number", "ERROR", "timeout must be a number of seconds > 0, not 'abc'"),
-    ("no_world", "ERROR", "nproc must be an integer >= 1, not []"),
-    ("more_ranks_than_a_host_has_room_for", "FAILED", "problem"),
     ("of_unittest", "ERROR", "not of a TestCase"),
+    *((f"wrong_{number}", how, text) for number, (_, how, text) in enumerate(_WRONG_MARKS)),
 )
 
 
@@ -265,7 +244,11 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> str:
     with printed.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not printed.exists():
-            printed.write_text(_pytest(_project(folder, test_many=_TESTS_OF_EACH_KIND), "-rA"))
+            printed.write_text(
+                _pytest(
+                    _project(folder, test_many=_TESTS_OF_EACH_KIND + _TESTS_WITH_WRONG_MARKS), "-rA"
+                )
+            )
         return printed.read_text()
 
 
