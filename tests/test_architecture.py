@@ -103,10 +103,6 @@ TORCH_AT_IMPORT: Final[dict[str, str]] = {
 }
 """Files, or folders, that import torch when they are imported, each with its reason."""
 
-MAY_PRINT: Final = {
-    "cli.py": "prints tables; everything else logs or returns",
-}
-
 MAY_POLL: Final = {
     "tests/kits/fault_kit.py": "looks again until what ranks have started is gone, under a deadline",
     "tests/faults/test_launcher_suspended.py": "how long the launcher is suspended is the fault",
@@ -531,17 +527,6 @@ def test_a_class_name_is_unique() -> None:
         node.name for file in MODULES for node in nodes_of(file) if isinstance(node, ast.ClassDef)
     )
     assert [name for name, count in classes.items() if count > 1] == []
-
-
-def test_only_the_console_prints() -> None:
-    """A library logs or returns; it does not print."""
-    found = [
-        f"{file}:{call.lineno}: {ast.unparse(call)}"
-        for file in MODULES
-        if file.relative_to(PACKAGE).as_posix() not in MAY_PRINT
-        for call in calls_of(file, "print")
-    ]
-    assert found == []
 
 
 SLEEPERS: Final = [
