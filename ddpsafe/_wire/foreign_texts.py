@@ -392,19 +392,19 @@ class PrintedError(NamedTuple):
     Attributes:
         message: Its text, or the first line of it if more lines cannot be told from other output.
         traceback: As printed, but without torch's ``[rank1]:``.
-        is_unhandled: Whether torch's `sys.excepthook` has printed it, which no ``except`` calls.
+        rank: The rank whose `sys.excepthook` has printed it, as torch sets it, and no ``except`` calls it.
     """
 
     type_name: str
     message: str
     traceback: str
-    is_unhandled: bool
+    rank: int | None
 
     def __str__(self) -> str:
         return f"{self.type_name}: {self.message}" if self.message else self.type_name
 
 
-_OF_EXCEPTHOOK: Final = re.compile(r"\[rank\d+\]: ?")
+_OF_EXCEPTHOOK: Final = re.compile(r"\[rank(\d+)\]: ?")
 _ERROR_LINE: Final = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.MULTILINE)
 
 
@@ -412,16 +412,16 @@ def find_printed_error(text: str) -> PrintedError | None:
     """Return the error of the last traceback in a program's output."""
     before, mark, rest = text.rpartition("Traceback (most recent call last):")
     end_of_mark, *lines = rest.split("\n")
-    is_unhandled = _OF_EXCEPTHOOK.match(before.rpartition("\n")[2]) is not None
-    if is_unhandled:
+    hook = _OF_EXCEPTHOOK.match(before.rpartition("\n")[2])
+    if hook is not None:
         lines = [line[prefix.end() :] for line in lines if (prefix := _OF_EXCEPTHOOK.match(line))]
     calls = "\n".join([mark + end_of_mark, *lines])
     error = _ERROR_LINE.search(calls)
     if not mark or error is None:
         return None
-    traceback = calls if is_unhandled else calls[: error.end()]
+    traceback = calls if hook is not None else calls[: error.end()]
     message = traceback[error.end("type") :].removeprefix(": ").rstrip()
-    return PrintedError(error["type"], message, traceback, is_unhandled)
+    return PrintedError(error["type"], message, traceback, hook and int(hook[1]))
 
 
 def says_worker_exited(traceback: str) -> bool:

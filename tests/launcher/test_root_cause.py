@@ -1393,6 +1393,11 @@ PROGRAM: Final = exited(1) | {
         (works(), BY_TORCH, ("ValueError", "no label\nfor sample 17", "own")),
         (works(), f"{BY_TORCH}wandb: waiting", ("ValueError", "no label\nfor sample 17", "own")),
         (works(), BROKE, None),  # it may have been handled
+        (
+            works(),
+            BY_TORCH.replace("[rank1]", "[rank0]"),
+            None,
+        ),  # of another job, which it has started
         (works(number(3)), BY_TORCH, None),  # it would have reported it
         (exited(1), IN_LOADER, ("Timeout", "of faulthandler at /home/me/t.py:9 in load", "own")),
         (

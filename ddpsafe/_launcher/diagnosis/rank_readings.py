@@ -630,7 +630,7 @@ def with_printed_end(outcome: RankOutcome) -> RankOutcome:
             origin="timeout" if place.in_collective else "own",
             explanation=Explanation(outcome.status, cause, _FIX_OF_FAULTHANDLER),
         )
-    elif (printed := find_printed_error(text)) and (has_ended or printed.is_unhandled):
+    elif (printed := find_printed_error(text)) and (has_ended or printed.rank == outcome.rank):
         calls = [
             (call["file"], int(call["line"]), call["name"], "")
             for call in PRINTED_CALL.finditer(printed.traceback)
