@@ -155,6 +155,7 @@ class Collective:
         number: Its number in that group, from 1; ranks count the same collective with the same number.
         name: Backend and operation, e.g. ``gloo:all_reduce``.
         sizes: Shapes of its inputs, e.g. ``[[3, 4]]`` for one.
+        dtypes: Their dtypes, e.g. ``float32``; empty if unknown.
         state: How far it is. NCCL's calls return as soon as they are queued for the GPU, so a rank
             may have queued many behind one that waits.
         entered_ns: When it was entered, on the wall clock; torch records no other.
@@ -171,6 +172,7 @@ class Collective:
     sizes: str
     state: CollectiveState
     entered_ns: int
+    dtypes: str = ""
     numel: int = 0
     timeout_s: float = 0.0
     thread_id: int = 0
@@ -209,22 +211,32 @@ class Collective:
         """Whether the name is from NCCL's watchdog, which writes ALLREDUCE, not all_reduce."""
         return self.name.partition(":")[2].isupper()
 
+    @property
+    def shapes(self) -> str:
+        """The shapes of its inputs, for a message: ``shape [3, 4]``; empty if unknown."""
+        shapes = self.sizes[1:-1]  # without the outer brackets
+        return f"shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
+
+    @property
+    def inputs(self) -> str:
+        """The same with their dtypes: ``shape [3, 4] of float32``."""
+        return f"{self.shapes} of {self.dtypes}" if self.dtypes else self.shapes
+
     def may_pair_with(self, other: Collective) -> bool:
         """Return whether two ranks may have made the same call, as far as both calls are known."""
         if UNKNOWN_COLLECTIVE in (self.name, other.name):
             return True
         if self.is_of_watchdog != other.is_of_watchdog:  # their names cannot be compared
             return True
-        sizes_fit = self.sizes == other.sizes or not self.has_one_size
-        return self.name == other.name and sizes_fit
+        inputs_fit = (self.sizes, self.dtypes) == (other.sizes, other.dtypes)
+        return self.name == other.name and (inputs_fit or not self.has_one_size)
 
     def __str__(self) -> str:
         origin = ", ".join(filter(None, (self.caller and f"in {self.caller}", self.thread)))
         by = f" ({origin})" if origin else ""
         if self.is_own_wait:
             return f"{self.name.partition(':')[2]}{by}"
-        shapes = self.sizes[1:-1]  # without the outer brackets
-        of = f" of shape{'s' * (shapes.count('[') > 1)} {shapes}" if shapes else ""
+        of = f" of {self.shapes}" if self.shapes else ""
         group = "" if self.group == MAIN_GROUP else f" of group {self.group!r}"
         root = "" if self.root is None else f" with rank {self.root} as its root"
         name = self.name.partition(":")[2] or self.name

@@ -624,6 +624,7 @@ def _from_entries(
                 sizes=str(entry["input_sizes"]),
                 state="completed" if is_done else "started" if has_begun else "queued",
                 entered_ns=int(entry.get("time_created_ns", 0)),
+                dtypes=", ".join(map(_name_of_dtype, entry.get("input_dtypes", ()))),
                 numel=sum(math.prod(sizes) for sizes in entry["input_sizes"]),
                 timeout_s=int(entry.get("timeout_ms", 0)) / 1000,
                 thread_id=int(entry.get("thread_id", 0)),
@@ -632,6 +633,12 @@ def _from_entries(
             # number, comes last and replaces theirs.
             groups[collective.group][collective.number] = collective
     return groups
+
+
+def _name_of_dtype(scalar_type: str) -> str:
+    """Return a dtype as torch spells it in Python: ``float64`` for Double."""
+    dtype = getattr(sys.modules["torch"], scalar_type.lower(), scalar_type)
+    return str(dtype).removeprefix("torch.")
 
 
 def _select_relevant(groups: dict[str, dict[int, Collective]]) -> tuple[Collective, ...]:

@@ -273,7 +273,7 @@ def no_space() -> None:
 
 
 def at(
-    *calls: tuple[int, str], done: bool = False, group: str = "default_pg", ms: int = 0
+    *calls: tuple[int, str], done: bool = False, group: str = "default_pg", ms: int = 0, **how: Any
 ) -> Position:
     """Return a position: numbers and names of collectives in one group, the newest one last."""
     return Position(
@@ -285,6 +285,7 @@ def at(
                 sizes="[[8]]",
                 state="completed" if done or number < calls[-1][0] else "started",
                 entered_ns=_STARTED_NS + number * _MS + ms * _MS,
+                **how,
             )
             for number, name in calls
         )
@@ -799,6 +800,14 @@ PLACES: Final = [
         1, "mismatch", HUNG, "hang", says=("rank 1 (world_size 2) entered all_gather number 2 at",
         ", but rank 0 (world_size 2) entered all_reduce number 2 at"), says_not="than the others",
         facts=(("missing_ranks", (1, 0)),)),
+    row("passes another dtype than most", [waits(number(2, dtypes="float32")),
+        raises(timed_out, number(2, dtypes="float64")), waits(number(2, dtypes="float32"))], 1, "mismatch",
+        HUNG, "hang", says=("passed shape [8] of float64 to all_reduce number 2, unlike the others",
+        "different dtypes")),
+    row("is aborted by gloo, as two ranks pass different dtypes",
+        [killed(signal.SIGABRT, None, inside=True), raises(lost_a_peer, number(2, done=True, dtypes="float32")),
+        raises(lost_a_peer, number(2, done=True, dtypes="float64"))], 0, "ended-by-itself", KILLED, "killed",
+        says=("different dtypes", "rank 2 passed shape [8] of float64")),
     row("is in a different collective than most", [waits(number(2)), raises(timed_out, number(2)),
         raises(timed_out, number(2, "all_gather")), waits(number(2))], 2, "mismatch", HUNG, "hang",
         says=("entered a different collective than the others", "all_gather number 2")),
@@ -1047,8 +1056,9 @@ OF_TORCH: Final = [
         "| ranks 0 and 2 are in all_reduce number 4 of shape [5]", "| rank 1 is in barrier number 4")),
     row("passes another shape than the others, as torch has found on two of three ranks",
         [raises(differs(0, ALL_REDUCE), ms=1), raises(differs(1, ALL_REDUCE.replace("5", "9")), ms=3),
-        waits()], 0, "ended-by-itself", HUNG, "hang",
-        says=("rank 0 (world_size 3) passed a tensor of another shape to all_reduce number 4",
+        waits()], 0, "ended-by-itself", HUNG, "hang", facts=(("missing_ranks", (0, 1)),),
+        says=("rank 0 (world_size 3) passed shape [5] to all_reduce number 4 at ",
+        ", but rank 1 (world_size 3) passed shape [9] to all_reduce number 4 at ",
         "all_reduce number 4 of shape [5]", "all_reduce number 4 of shape [9]")),
     row("differs from another rank, of which torch alone knows the call",
         [raises(differs(0, ALL_REDUCE), ms=1), killed(signal.SIGTERM, ms=200)], 0, "ended-by-itself",

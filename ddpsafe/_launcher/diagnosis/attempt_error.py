@@ -135,7 +135,7 @@ _BY_SIGNAL: Final[dict[int, Advice]] = {
     ),
     int(signal.SIGABRT): (
         "native code aborted: a failed assertion, or collectives of different sizes under gloo.",
-        "read the end of the log below; compare the shapes that the ranks pass, also after an except.",
+        "read the end of the log below; compare the shapes and dtypes that the ranks pass, also after an except.",
     ),
     int(signal.SIGILL): (
         "native code was built for another processor: this one lacks an instruction that it uses.",
@@ -227,6 +227,11 @@ _RECURSION: Final[Advice] = (
 _OTHER_SHAPES: Final[Advice] = (
     "the ranks have tensors of different shapes: a last batch, or what a filter leaves, down to nothing.",
     "pad to one shape after a reduction of the sizes with MAX; ddpsafe.current().all_gather(obj) takes any size.",
+)
+
+_OTHER_DTYPES: Final[Advice] = (
+    "the ranks have tensors of different dtypes: numbers of NumPy or Python on one branch, or autocast on some ranks.",
+    "convert them to one dtype on every rank, for example with .float(), before the collective.",
 )
 
 _OTHER_ROOTS: Final[Advice] = (
@@ -611,6 +616,10 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         if handled and advice == _BY_SIGNAL[number]:
             advice = _SWALLOWED
         details += handled
+        passed = {out.rank: call for out, call in cause.evidence.calls}
+        if len({call.dtypes for call in passed.values()}) > 1:
+            advice = _OTHER_DTYPES
+            details += [f"rank {rank} passed {call.inputs}" for rank, call in passed.items()]
         details += positions(
             ended, [out for out in ended.outcomes.values() if out.position is not None]
         )
@@ -791,21 +800,34 @@ def _mismatch_error(
     """
     own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
-    advice = CONCLUSIONS["mismatch"].advice
-    behaviour = CONCLUSIONS["mismatch"].behaviour
     is_same = not own_call.is_own_wait and all(
         (family(call), call.number) == (family(own_call), own_call.number) for call in others
     )
+    has_roots = is_same and len({call.root for _, call in calls} - {None}) > 1
+
+    def what_differs(call: Collective) -> str:
+        """Return what a rank did that others did not, as the end of a clause."""
+        called = f"{family(call)}{'' if call.is_own_wait else f' number {call.number}'}"
+        if not is_same:
+            return f"entered {called}"
+        if has_roots:
+            return f"named rank {call.root} as the root of {called}"
+        return f"passed {call.inputs} to {called}"
+
+    sides: dict[str, list[RankOutcome]] = defaultdict(list)
+    for rank, call in calls:
+        if not (has_roots and call.root is None):
+            sides[what_differs(call)].append(ended.outcomes[rank])
+    fewest = min(map(len, sides.values()))
+    odd = [out for side in sides.values() if len(side) == fewest for out in side]
+    root = root if root in odd else odd[0]
+    called_by = dict(calls)
+    own_call = called_by[root.rank]
+    advice = CONCLUSIONS["mismatch"].advice
     if is_same:
-        name = f"{family(own_call)} number {own_call.number}"
-        if len({call.root for _, call in calls} - {None}) < 2:  # noqa: PLR2004 - else they differ in that
-            behaviour = f"passed a tensor of another shape to {name} than the others"
-            advice = _OTHER_SHAPES
-        else:
-            behaviour = f"named another root in {name} than other ranks"
-            advice = _OTHER_ROOTS
-    if any(call.is_own_wait for _, call in calls):
-        behaviour = "made another call than the others"
+        advice = _OTHER_SHAPES if len({call.sizes for _, call in calls}) > 1 else _OTHER_DTYPES
+    if has_roots:
+        advice = _OTHER_ROOTS
     if not is_same and any(call.caller == DDP_EVALUATION for _, call in calls):
         advice = _ON_ONE_RANK
     elif len({bool(call.thread) for _, call in calls}) > 1:
@@ -816,26 +838,24 @@ def _mismatch_error(
     # An error that such a thread has died of follows from its call.
     if handled and advice != _FROM_A_THREAD:
         advice = _SWALLOWED
-    ranks_of: dict[str, list[RankOutcome]] = defaultdict(list)
-    for rank, call in calls:
-        ranks_of[family(call)].append(ended.outcomes[rank])
     # Of two ranks, or two halves, the one that is named alone would be the wrong one in half of the
     # cases.
-    is_majority_known = is_same or len(ranks_of[family(own_call)]) < max(
-        map(len, ranks_of.values())
-    )
     missing = [root]
-    if is_majority_known:
+    if fewest < max(map(len, sides.values())):
+        behaviour = CONCLUSIONS["mismatch"].behaviour
+        if is_same:
+            behaviour = f"{what_differs(own_call)}, unlike the others,"
+        elif any(call.is_own_wait for _, call in calls):
+            behaviour = "made another call than the others"
         what = f"{ended.name(root)} {behaviour}{_is_at(ended, root, own_call)}, on {root.hostname}"
     else:  # either side may be wrong
-        sides = {family(own_call): ranks_of[family(own_call)], **ranks_of}
-        missing = [out for side in sides.values() for out in side]
-        called = dict(calls)
+        own_side = what_differs(own_call)
+        in_order = {own_side: sides[own_side], **sides}
+        missing = [out for side in in_order.values() for out in side]
         what = ", but ".join(
-            f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} entered "
-            f"{name}{'' if called[side[0].rank].is_own_wait else f' number {called[side[0].rank].number}'}"
-            f"{_is_at(ended, side[0], called[side[0].rank])}"
-            for name, side in sides.items()
+            f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} {did}"
+            f"{_is_at(ended, side[0], called_by[side[0].rank])}"
+            for did, side in in_order.items()
         )
     lines = [*details, *handled, *positions(ended)]
     what = f"{what}, {ended.when('hang')}."

@@ -381,7 +381,7 @@ RULES: Final = (
     Rule(
         name="mismatch",
         sign="called a different collective than most ranks at the same position in the sequence, or the same "
-        "one with another shape",
+        "one with another shape or dtype",
         why="neither collective ends, or both end with wrong data",
         find=lambda evidence: evidence.mismatched,
         by_place=True,
@@ -813,10 +813,10 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
     named = [(out, call) for out, call in entered if call.name != UNKNOWN_COLLECTIVE]
     of_recorder = [(out, call) for out, call in named if not call.is_of_watchdog]
     entered = of_recorder or named
-    # Sizes tell nothing once the collective has ended on every rank.
-    under_way = not all(collective.done for _, collective in entered)
+    # Shapes and dtypes tell nothing once the collective has ended on every rank; one that has failed counts as done.
+    under_way = not all(call.done and not is_peer_origin(out.origin) for out, call in entered)
     calls = [
-        (out, (call.name, call.sizes if under_way and call.has_one_size else ""))
+        (out, (call.name, (call.sizes, call.dtypes) if under_way and call.has_one_size else ()))
         for out, call in entered
     ]
     counts = Counter(call for _, call in calls)

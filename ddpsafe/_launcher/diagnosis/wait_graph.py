@@ -247,10 +247,11 @@ def differ(
     has_roots: bool = False,
 ) -> Deadlock:
     """Return the proof that ranks are in different calls; those of `shown` in the rarest one cause it."""
-    ranks_of: dict[tuple[str, int | None, int | None], list[int]] = {}
+    ranks_of: dict[tuple[object, ...], list[int]] = {}
     for rank, call in calls:
         if shown is None or rank in shown:
-            kind = (family(call), call.required_size, call.root if has_roots else None)
+            dtypes = call.dtypes if call.has_one_size else ""
+            kind = (family(call), call.required_size, dtypes, call.root if has_roots else None)
             ranks_of.setdefault(kind, []).append(rank)
     fewest = min(len(callers) for callers in ranks_of.values())
     rarest = tuple(
