@@ -17,7 +17,7 @@ from ddpsafe._garbage import exempt_from_gc
 from ddpsafe._launcher.attempt import run_attempt
 from ddpsafe._launcher.handle import SpawnHandle, as_torchs
 from ddpsafe._launcher.launch_parts import LaunchParts
-from ddpsafe._launcher.plan import Calls, make_plan, require_main_guard, require_may_have_children
+from ddpsafe._launcher.plan import Calls, make_plan, require_can_start_ranks, require_main_guard
 from ddpsafe._launcher.retry import run_attempts
 from ddpsafe._launcher.run_directory import open_run_directory
 from ddpsafe._launcher.uncaught import presentable
@@ -119,7 +119,7 @@ def launch(
         if attached.is_rank(os.environ):
             return _run_here(fn, args, kwargs or {}, resolved)
         require_main_guard()
-        require_may_have_children()
+        require_can_start_ranks()
         plan = _ready_plan(resolved, style="launch")
         return _run_plan(plan, Calls(fn, args, kwargs or {}, on_retry, style="launch"))
     except DDPSafeError as error:
@@ -174,7 +174,7 @@ def spawn(
     """
     try:
         require_main_guard()
-        require_may_have_children()
+        require_can_start_ranks()
         refuse_fields(
             fields, SpawnFields, why="spawn() has torch's argument for it", write="nprocs=…"
         )

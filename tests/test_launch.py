@@ -464,6 +464,19 @@ def test_a_function_for_the_other_call_is_refused(call: Callable[[], object], ad
         call()
 
 
+@pytest.mark.parametrize("door", [ddpsafe.launch, ddpsafe.spawn])
+def test_a_launch_from_a_removed_directory_is_refused(
+    door: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks would start in it; Python's error names no file."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    with pytest.raises(ddpsafe.ConfigError, match="change to a directory that exists"):
+        door(programs.pid_of)
+
+
 @pytest.mark.full
 def test_a_launch_from_a_daemonic_process_is_refused(tmp_path: Path) -> None:
     """Python forbids it to have children, with an AssertionError that suggests no fix."""

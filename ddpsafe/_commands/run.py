@@ -296,10 +296,15 @@ def _require_target(options: Namespace) -> str:
                 f"There is no program {name!r} to run; a file needs a path and must be executable."
             )
         return name
-    if not Path(name).is_file():
+    if not (Path(name).is_file() or Path(name, "__main__.py").is_file()):
         near = difflib.get_close_matches(name, [file.name for file in Path.cwd().glob("*.py")], n=1)
         advice = f"did you mean {near[0]}?" if near else "for a module write -m MODULE."
         if Path(name).name.startswith("python"):
             advice = "every rank runs the script with this Python already; leave that word out."
+        if Path(name).exists():
+            message = (
+                f"{name!r} is no file that each rank can read, and no directory with a __main__.py."
+            )
+            raise ConfigError(message)
         raise ConfigError(f"There is no script {name!r} in {Path.cwd()}; {advice}")
     return str(Path(name).absolute())

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ddpsafe import _gpus
 from ddpsafe._config.backend_names import require_backend
 from ddpsafe._errors import STARTUP_KINDS, ConfigError, Explanation
-from ddpsafe._host import usable_cores
+from ddpsafe._host import is_directory_gone, usable_cores
 from ddpsafe._launcher.processes.start import CallFile
 from ddpsafe._stdlib_private import is_importing_main
 from ddpsafe._wire import payload
@@ -37,12 +37,17 @@ if TYPE_CHECKING:
     OnRetry = Callable[[DDPSafeError], Sequence[Any] | None]
 
 
-def require_may_have_children() -> None:
+def require_can_start_ranks() -> None:
     """Refuse a launch from a process that cannot start ranks.
 
     Raises:
-        ConfigError: This process is daemonic, or its start method is not one of Python's own.
+        ConfigError: This process is daemonic, its start method is not one of Python's own, or its current
+            directory, where the ranks start, is gone.
     """
+    if is_directory_gone():
+        what = "the current directory of this process has been removed: no rank can start in it."
+        cause = "a clean-up, or a checkout or build that made the directory again."
+        raise ConfigError(Explanation(what, cause=cause, fix="change to a directory that exists."))
     process = multiprocessing.current_process()
     if process.daemon:
         what = f"{process.name} is a daemonic process, which may not have children: it cannot start any ranks."

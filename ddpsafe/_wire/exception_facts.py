@@ -32,6 +32,7 @@ from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._text import signal_name
 from ddpsafe._torch_private import workers_of
 from ddpsafe._wire.foreign_texts import (
+    find_kind,
     find_peer_origin,
     find_printed_error,
     find_signal_of_worker,
@@ -149,8 +150,8 @@ def read_peer(frame: FrameType) -> int | None:
     return peer if isinstance(peer, int) else None
 
 
-_WORKER_EXIT_WAIT_S: Final = 0.5
-"""A dying worker closes its connection first; its exit code is waited for this long."""
+_WORKER_EXIT_WAIT_S: Final = 2.0
+"""A dying worker closes its connection first, and may still flush its queues; its exit code is waited for this long."""
 
 
 def dead_worker_of(exc: BaseException) -> str:
@@ -161,7 +162,7 @@ def dead_worker_of(exc: BaseException) -> str:
         return ""
     number, worker = dead
     code = worker.exitcode or 0
-    how = f"exited with code {code}" if code > 0 else f"was killed by {signal_name(-code)}"
+    how = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
     last_error = read_last_error() if code > 0 else ""
     return f"DataLoader worker {number} (pid {worker.pid}) {how}" + (
         f"; {last_error}" if last_error else ""
@@ -197,11 +198,16 @@ def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
     for frame, _ in traceback.walk_tb(tb):
         if frame.f_code.co_filename.endswith(_DATALOADER) and not workers:
             workers = workers_of(frame.f_locals.get("self"))
-    if workers and isinstance(exc, (ConnectionError, EOFError)):
-        connection.wait([worker.sentinel for worker in workers], _WORKER_EXIT_WAIT_S)
-    return next(
-        ((number, worker) for number, worker in enumerate(workers) if worker.exitcode), None
+    # A worker that exits removes the socket of what it has sent before it is read, a file without a name.
+    is_its_end = isinstance(exc, (ConnectionError, EOFError)) or (
+        isinstance(exc, FileNotFoundError) and exc.filename is None
     )
+    if workers and is_its_end:
+        connection.wait([worker.sentinel for worker in workers], _WORKER_EXIT_WAIT_S)
+    # Else a worker that has come to the end of its stream may have exited with 0.
+    is_its_end |= find_kind(line_of(exc, MAX_MESSAGE)) == "killed"
+    ended = [(i, each) for i, each in enumerate(workers) if each.exitcode is not None]
+    return next((pair for pair in ended if pair[1].exitcode or is_its_end), None)
 
 
 def signal_that_ended_a_child(exc: BaseException) -> int:

@@ -254,12 +254,8 @@ class Reporter:
         # Taken first: describing the exception takes time, in which other ranks fail because of it.
         at_ns, wall_ns = time.monotonic_ns(), time.time_ns()
         self._reported.add(id(exc))
-        # The traceback begins at the user's function.
-        tb = exc.__traceback__
-        while tb is not None and tb.tb_frame.f_globals.get("__name__") in _CALLERS:
-            tb = tb.tb_next
         raised = Raised.from_exception(
-            exc.with_traceback(tb) if tb is not None else exc,
+            _from_users_code(exc),
             phase=self.phase,
             pickled=_exception_bytes,
             position=read_position(asks_events=final),
@@ -471,7 +467,7 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
             end_as_interpreter()
         elif exit_code_of(exc) is None:  # a fork's own error: no other process reports it
             with contextlib.suppress(Exception):  # its __str__ raises, or stderr is closed
-                traceback.print_exception(exc)
+                traceback.print_exception(_from_users_code(exc))
         _flush()
         code = exit_code_of(exc)
         os._exit(1 if code is None else code)
@@ -540,6 +536,14 @@ def _run_user_code(
     value = fn(spec.world.local_rank, *args, **kwargs)
     # mp.spawn drops the returned value too, so it need not be picklable.
     return value if isinstance(value, ScriptExit) else None
+
+
+def _from_users_code(exc: BaseException) -> BaseException:
+    """Return the exception with a traceback that begins at the user's function."""
+    tb = exc.__traceback__
+    while tb is not None and tb.tb_frame.f_globals.get("__name__") in _CALLERS:
+        tb = tb.tb_next
+    return exc if tb is None else exc.with_traceback(tb)
 
 
 def _exception_bytes(exc: BaseException) -> bytes | None:

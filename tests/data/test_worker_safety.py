@@ -424,7 +424,7 @@ def read(how: str) -> None:
         ("SIGKILL", "was killed by SIGKILL", "MiB available"),
         ("SIGBUS", "was killed by SIGBUS", "/dev/shm has"),
         ("SIGSEGV", "was killed by SIGSEGV", "PerProcess"),
-        ("exit", "exited with code 3", "os._exit()"),
+        ("3", "exited with code 3", "os._exit()"),
     ],
 )
 def test_error_names_worker_rank_index_path_and_limit(how: str, text: str, limit: str) -> None:
@@ -567,14 +567,20 @@ def test_workers_of_a_dropped_iterator_exit_by_themselves() -> None:
     assert [worker.exitcode for worker in workers] == [0, 0]
 
 
-@pytest.mark.full(but=["exit-exited with code 3"])
+@pytest.mark.full(but=["sys.exit-exited with code 1"])
 @pytest.mark.parametrize(
-    ("how", "said"), [("SIGSEGV", "was killed by SIGSEGV"), ("exit", "exited with code 3")]
+    ("how", "said"),
+    [
+        ("SIGSEGV", "was killed by SIGSEGV"),
+        ("0", "exited with code 0"),
+        ("3", "exited with code 3"),
+        ("sys.exit", "exited with code 1"),
+    ],
 )
 def test_dead_worker_of_torchs_loader_is_named_with_its_exit(
     tmp_path: Path, how: str, said: str
 ) -> None:
-    """PyTorch's own text is "exited unexpectedly", or that a connection was reset."""
+    """PyTorch's own text is "exited unexpectedly", that a connection was reset, or that there is no such file."""
     with pytest.raises(ddpsafe.RankRaisedError) as caught:
         ddpsafe.launch(
             lose_a_worker_of_torchs_loader,
@@ -585,4 +591,6 @@ def test_dead_worker_of_torchs_loader_is_named_with_its_exit(
             run_dir=tmp_path,
         )
     assert caught.value.rank == 1
-    assert re.search(rf"DataLoader worker 1 \(pid \d+\) {said}", str(caught.value))
+    text = str(caught.value)
+    assert re.search(rf"DataLoader worker 1 \(pid \d+\) {said}", text)
+    assert ("a DataLoader worker called sys.exit() or os._exit()" in text) == (how != "SIGSEGV")

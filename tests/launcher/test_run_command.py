@@ -344,6 +344,7 @@ REFUSED: list[Any] = [
     ("--retry 3 train.py", "there is no option --retry; did you mean --retry.attempts?"),
     ("trian.py", "did you mean train.py?"),
     ("python train.py", "leave that word out"),
+    (".", "no directory with a __main__.py"),
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]

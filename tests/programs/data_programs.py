@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -95,8 +96,10 @@ class Lethal(Numbers):
 
     def __getitem__(self, index: int) -> int:
         if index == self.index:
-            if self.how == "exit":
-                os._exit(3)
+            if self.how == "sys.exit":
+                sys.exit("bad sample")
+            if self.how.isdecimal():
+                os._exit(int(self.how))
             if self.how == "missing":
                 Path(self.samples[index][0]).read_bytes()
             if self.how == "files":

@@ -181,6 +181,10 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
     ),
+    "pipe": (
+        "what read the other end has ended: a program that this rank had started, or a server.",
+        'see the program\'s exit code and output; if it is a server: RetryPolicy(on={"network"}) tries again.',
+    ),
     "unfinished-reduction": (
         "the last backward pass did not reach its end: an error in it was swallowed, or parameters are unused.",
         "let errors of a step through, or skip it on all ranks; else see find_unused_parameters=True.",
@@ -255,8 +259,8 @@ _NOT_ON_ALL: Final[Advice] = (
 )
 
 _IN_A_CYCLE: Final[Advice] = (
-    "the ranks call the collectives of overlapping groups in different orders.",
-    "call them in the same order on every rank, or use async_op=True and wait for all of them.",
+    "a rank skips a step that the others make, or calls the collectives of overlapping groups in another order.",
+    "make the same calls in the same order on every rank; or use async_op=True and wait for all of them.",
 )
 
 _OTHER_SIGNAL: Final[Advice] = (

@@ -858,11 +858,12 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 
 
 Topic = Literal[
-    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk"
+    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk", "pipe"
 ]
 """What an exception is about, if there is special advice for it whatever its kind."""
 
 
+_READS_FROM_WORKER: Final = ("torch/utils/data/dataloader.py", "/multiprocessing/")
 _FILE: Final = re.compile(r'^ +File "(.+?)", line \d+', re.MULTILINE)
 
 
@@ -873,33 +874,47 @@ def find_topic(raised: Raised) -> Topic | None:
     line = _line_of(raised)
     if find_kind(line) == "port":
         return "port"
-    if says_worker_exited(raised.traceback):
+    if _is_worker_exit(raised):
         return "worker-exit"
     if is_unfinished_reduction(raised.message):
         return "unfinished-reduction"
     if has_no_descriptors(line):
         return "descriptors"
+    if raised.type_name == "BrokenPipeError":
+        return "pipe"
     files = _FILE.findall(raised.traceback)
     if is_full_shared_memory(line, files[-1] if files else ""):
         return "shared-memory"
     return "disk" if is_full_disk(line) else None
 
 
+_LOST_WORKER: Final = re.compile(
+    # The last is a socket of the worker, which has no name there.
+    r"(?:ConnectionResetError|ConnectionRefusedError|EOFError)\b|FileNotFoundError: [^:]*$"
+)
+"""What a rank raises that reads from a worker of its DataLoader, which has died."""
+
+
+def _is_worker_exit(raised: Raised) -> bool:
+    """Return whether a worker of a DataLoader has exited by itself, whatever its rank has raised for that."""
+    line = _line_of(raised)
+    may_be = line.startswith("RuntimeError") or _LOST_WORKER.match(line) is not None
+    has_exited = bool(raised.dead_worker) and not raised.child_signal
+    return says_worker_exited(raised.traceback) or (may_be and has_exited)
+
+
 def kind_of(raised: Raised) -> FailureKind:
     """Return the kind of an exception, from its class if that shows it, else from its text."""
     kind: FailureKind
-    is_disconnect = raised.type_name in (
-        "ConnectionResetError",
-        "ConnectionRefusedError",
-        "EOFError",
-    )
     if raised.is_peer_error:
         kind = "hang" if raised.origin == "timeout" else "peer-lost"
     elif raised.kind is not None:
         kind = raised.kind
-    elif says_worker_exited(raised.traceback):
+    elif _is_worker_exit(raised):
         kind = "user-error"
-    elif is_disconnect and "torch/utils/data/dataloader.py" in raised.traceback:
+    elif _LOST_WORKER.match(_line_of(raised)) and all(
+        part in raised.traceback for part in _READS_FROM_WORKER
+    ):
         kind = "killed"  # it read from a DataLoader worker, which has died
     else:
         kind = find_kind(_line_of(raised)) or "user-error"
