@@ -7,6 +7,8 @@ import contextlib
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import termios
 import time
 from collections.abc import Iterator
@@ -286,3 +288,14 @@ def test_much_output_needs_no_memory_of_the_launcher(
         process.kill()
         process.wait()
     assert size >= MEGABYTES * 1_000_000
+
+
+def test_a_console_on_a_full_disk_ends_nothing_and_is_told(tmp_path: Path) -> None:
+    """``ddpsafe run train.py > log`` goes on without its log, and says so where the user may still see it."""
+    scripts.write(tmp_path, "train.py", "print('step 1')")
+    command = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node", "1", "train.py"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, check=True
+        )
+    assert done.stderr.count("the output cannot be written: No space left on device") == 1

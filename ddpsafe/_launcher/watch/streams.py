@@ -49,7 +49,23 @@ def write_in_pieces(stream: TextIO, text: str) -> Iterator[None]:
             except BrokenPipeError:
                 # Leave it to Python, which reports it at exit as after any print.
                 _write(stream, piece.decode(encoding, "replace"))
+            except OSError as error:
+                _tell_of_loss(error)
+                return
             yield
+
+
+_has_told_of_loss: Final = threading.Event()
+
+
+def _tell_of_loss(error: OSError) -> None:
+    """Tell once on stderr that a stream takes no more, such as a file on a full disk: that ends no job."""
+    if not _has_told_of_loss.is_set():
+        _has_told_of_loss.set()
+        write_message(
+            f"the output cannot be written: {error.strerror}. The job goes on without it; with run_dir= "
+            "(--run-dir), the logs are kept"
+        )
 
 
 def write_message(line: str) -> None:
