@@ -15,6 +15,7 @@ import pytest
 from fault_kit import Touch, World
 from machine import require_in_time
 
+import ddpsafe
 from ddpsafe._clock import AwakeClock
 from ddpsafe._launcher.watch import deadlock_watch, supervisor
 
@@ -101,6 +102,19 @@ def test_a_warning_names_the_loader_worker_that_the_rank_waits_for(
         r"step_and_wait_for_a_loader_worker, waiting for \S+ \(pid \d+\) at "
         r".*hang_programs\.py:\d+ in wait_for_test$",
         messages[0],
+    ), messages
+
+
+def test_a_wait_of_rpc_for_a_rank_that_has_returned_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its threads poll all the time, so the ranks never look idle, and nothing there fails or times out."""
+    World(folder=tmp_path).spawn_fails(ddpsafe.RankLeftEarlyError, programs.shut_rpc_down_alone)
+    messages = warnings(caplog)
+    assert messages, caplog.text
+    position = r"rank 0 is at .*hang_programs\.py:\d+ in shut_rpc_down_alone"
+    assert re.search(
+        rf"^no rank has made a step for .*; {position}, rank 1 is done", messages[0]
     ), messages
 
 

@@ -606,15 +606,34 @@ def call_the_other_rank(
     rank: int, world_size: int, folder: Path, called: Callable[[Path], object], timeout_s: float
 ) -> None:
     """Call a function on rank 1 from rank 0."""
+    rpc = _init_rpc(rank, world_size, timeout_s)
+    if rank == 0:
+        rpc.rpc_sync("w1", called, args=(folder,))
+    rpc.shutdown()
+
+
+def shut_rpc_down_alone(rank: int, world_size: int, folder: Path) -> None:
+    """Return from rank 1 without the shutdown of RPC that rank 0 waits in."""
+    rpc = _init_rpc(rank, world_size, 60.0)
+    if rank == 0:
+        threading.Thread(target=_exit_for_test, args=(folder,), daemon=True).start()
+        rpc.shutdown()
+
+
+def _init_rpc(rank: int, world_size: int, timeout_s: float) -> Any:
     from torch.distributed import rpc
 
     os.environ["MASTER_ADDR"] = "localhost"
     os.environ["MASTER_PORT"] = "12356"
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=timeout_s)
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    if rank == 0:
-        rpc.rpc_sync("w1", called, args=(folder,))
-    rpc.shutdown()
+    return rpc
+
+
+def _exit_for_test(folder: Path) -> None:
+    wait_for_test(folder)
+    mark(folder)
+    os._exit(0)
 
 
 def be_killed(folder: Path) -> None:
