@@ -56,7 +56,10 @@ _DNS_RETRY_S: Final = 10.0
 NO_ANSWER_WARNING_S: Final = 5.0
 
 _CANNOT_SERVE: Final = {
-    errno.EADDRINUSE: ADVICE["DS-PORT-taken"],
+    errno.EADDRINUSE: (
+        f"{ADVICE['DS-PORT-taken'][0].removesuffix('.')}; or a launcher of this job with the same node rank.",
+        f"give each launcher its own node rank; else {ADVICE['DS-PORT-taken'][1]}",
+    ),
     errno.EADDRNOTAVAIL: (
         "this host does not have that address.",
         "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
