@@ -32,6 +32,7 @@ from ddpsafe._errors import (
 from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
     CONCLUSIONS,
+    find_passed,
     find_proof_of_torch,
     find_root_cause,
     find_stuck_on_gpu,
@@ -1105,15 +1106,7 @@ def first_line(outcome: RankOutcome) -> str:
 
 def positions(ended: EndedAttempt, outcomes: Iterable[RankOutcome] | None = None) -> list[str]:
     """Return a line for each rank: where it was in the code and in the sequence of collectives."""
-    # What ranks have passed that saw nothing of a failure was not what failed on the others.
-    passed = {
-        (last.group, last.number)
-        for outcome in ended.outcomes.values()
-        if not is_peer_origin(outcome.origin)
-        and not (outcome.raised is not None and outcome.raised.handled)
-        and (last := ended.current(outcome)) is not None
-        and last.done
-    }
+    passed = find_passed(ended.outcomes.values(), ended.current)
     lines = []
     for outcome in list(ended.outcomes.values() if outcomes is None else outcomes)[:_SHOWN_RANKS]:
         parts = [f"rank {outcome.rank}"]

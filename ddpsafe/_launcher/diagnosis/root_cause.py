@@ -46,7 +46,7 @@ from ddpsafe._wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ddpsafe._errors import FailureKind
     from ddpsafe._wire.messages import Raised
@@ -172,6 +172,7 @@ class Evidence:
             and not place.outcome.sends_or_receives
         ]
         if not waiting and not is_waiting(root):
+            passed = find_passed(self.ranks, newest_collective)
             waiting = [
                 (out.rank, last)
                 for out in self.ranks
@@ -179,8 +180,8 @@ class Evidence:
                 and is_waiting(out)
                 and not out.sends_or_receives
                 and (last := newest_collective(out))
-                # Else it waits after that one, as in new_group; one that has failed counts as done.
-                and not (last.done and out.raised is None)
+                and (last.group, last.number)
+                not in passed  # else it waits after that, as in new_group
             ]
             if len({call.group for _, call in waiting}) > 1:  # there is no one collective to name
                 waiting = []
@@ -628,6 +629,23 @@ def find_stuck_on_gpu(evidence: Evidence) -> list[tuple[RankOutcome, Collective]
 def newest_collective(outcome: RankOutcome) -> Collective | None:
     """Return the collective that the rank is in or entered last, in any group."""
     return None if outcome.position is None else outcome.position.newest()
+
+
+def find_passed(
+    outcomes: Iterable[RankOutcome], last_of: Callable[[RankOutcome], Collective | None]
+) -> set[tuple[str, int]]:
+    """Return the collectives, by group and number, that ranks have passed which saw nothing of a failure.
+
+    So these are not what failed on the others, where one that has failed counts as done, too.
+    """
+    return {
+        (last.group, last.number)
+        for outcome in outcomes
+        if is_own_fault(outcome)
+        and not (outcome.raised is not None and outcome.raised.handled)
+        and (last := last_of(outcome)) is not None
+        and last.done
+    }
 
 
 def is_own_fault(outcome: RankOutcome) -> bool:
