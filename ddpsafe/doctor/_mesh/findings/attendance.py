@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from ddpsafe.doctor._mesh.findings.observations import Results
-    from ddpsafe.doctor._mesh.protocol import FilterChain, Rejected
+    from ddpsafe.doctor._mesh.protocol import FilterChain, Refusal, Rejected
     from ddpsafe.doctor._mesh.reach_node_zero import Obstacle
 
 
@@ -39,14 +39,6 @@ def describe_obstacle(
     here = f"{own_name} (node rank {node_rank} of {nnodes})"
     endpoint = show_endpoint(host, port)
     trouble: str = obstacle.trouble
-    if trouble == "late":
-        return _late(f"{here} reached {endpoint}")
-    if trouble == "secret":
-        return _no_secret(f"{here} reached {endpoint}", hosts=(own_name, host))
-    if trouble == "version":
-        other = obstacle.holder or host
-        what = f"{here} is refused by {other} at {endpoint}: {obstacle.said}"
-        return _other_version(what, hosts=(own_name, other))
     addresses = obstacle.addresses
     if trouble == "refused" and addresses:
         own = {address for interface in list_interfaces() for address in interface.addresses}
@@ -64,7 +56,9 @@ def describe_obstacle(
         "address": shlex.quote(addresses[0] if addresses else host),
         "iptables": "ip6tables" if all(":" in address for address in addresses) else "iptables",
         "said": obstacle.said,
-        "holder": obstacle.holder,
+        "holder": obstacle.holder or host,
+        "waited": f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else "",
+        **_general_facts(nnodes),
     }
     code, *texts = _OBSTACLES[trouble]
     what, cause, *fix = (text.format(**facts) for text in texts)
@@ -86,10 +80,9 @@ def describe_obstacle(
         for chain in chains:
             side = "dport" if chain.hook == "output" else "sport"
             fix.append(f"{allow(chain, addresses[0], port, port, side)}    # on {own_name}")
-    waited = f" ({obstacle.waited_s:.1f} s)" if obstacle.waited_s else ""
     return failed(
         code,
-        f"{here} {what}{waited}.",
+        f"{here} {what}.",
         cause=cause,
         fix=to_copy(*fix),
         hosts=(own_name, host),
@@ -107,11 +100,6 @@ def describe_trouble(obstacle: Obstacle, *, host: str, port: int) -> str:
     return f"waiting for node rank 0 at {show_endpoint(host, port)}: {obstacle.trouble} ({obstacle.said}), {seconds}"
 
 
-_SAME_RANK: Final = (
-    "two hosts were started with the same --node-rank, or an earlier run still runs."
-)
-_OTHER_JOB: Final = "another job uses this endpoint, or --nnodes differs from host to host."
-
 _USE_THE_ADDRESS: Final = (
     "Use the address of node rank 0 in --rdzv-endpoint, or add a line to /etc/hosts; check with:"
 )
@@ -119,7 +107,7 @@ _USE_THE_ADDRESS: Final = (
 _OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     "dropped": (
         "DS-MESH-004",
-        "gets no answer from {endpoint} ({addresses}): packets are lost",
+        "gets no answer from {endpoint} ({addresses}): packets are lost{waited}",
         (
             "a firewall or security group drops port {port} on {host} or on the way, or the host is "
             "off; or another host has this host's address and receives the replies."
@@ -131,7 +119,7 @@ _OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "refused": (
         "DS-MESH-005",
-        "is refused by {endpoint} ({addresses})",
+        "is refused by {endpoint} ({addresses}){waited}",
         (
             "the doctor does not run on {host} yet, it uses another port, or a firewall there rejects the "
             "connection."
@@ -142,7 +130,7 @@ _OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "refused-by-itself": (
         "DS-MESH-005",
-        "is refused by {endpoint} ({addresses}), which is {here} itself",
+        "is refused by {endpoint} ({addresses}), which is {here} itself{waited}",
         (
             "the endpoint names {here}, but node rank 0 was not started here: two hosts have each "
             "other's --node-rank, or --rdzv-endpoint names the wrong host."
@@ -151,7 +139,7 @@ _OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "no-route": (
         "DS-MESH-006",
-        "has no route to {endpoint} ({addresses}): {said}",
+        "has no route to {endpoint} ({addresses}): {said}{waited}",
         'no route leads there, the host is off, or a firewall answers "prohibited".',
         "Compare these, and use an address of node rank 0 in a network of this host:",
         "ip route get {address}",
@@ -159,46 +147,69 @@ _OBSTACLES: Final[dict[str, tuple[str, ...]]] = {
     ),
     "unresolved": (
         "DS-MESH-007",
-        "cannot resolve {host}: {said}",
+        "cannot resolve {host}: {said}{waited}",
         ADVICE["DS-NAME-unresolved"][0],
         _USE_THE_ADDRESS,
         *COMMANDS["DS-NAME-unresolved"],
     ),
     "silent-resolver": (
         "DS-MESH-007",
-        "cannot resolve {host}: {said}",
+        "cannot resolve {host}: {said}{waited}",
         "the name server of /etc/resolv.conf does not answer.",
         _USE_THE_ADDRESS,
         *COMMANDS["DS-NAME-unresolved"],
     ),
     "loopback": (
         "DS-MESH-008",
-        "resolves {endpoint} to itself ({addresses})",
+        "resolves {endpoint} to itself ({addresses}){waited}",
         ADVICE["DS-RDZV-loopback"][0],
         "Correct that line, or use the address in --rdzv-endpoint; check with:",
         *COMMANDS["DS-RDZV-loopback"],
     ),
     "other-program": (
         "DS-MESH-003",
-        "connects to {endpoint}, but what answers is not ddpsafe doctor: {said}",
+        "connects to {endpoint}, but what answers is not ddpsafe doctor: {said}{waited}",
         "another program uses the port, or a proxy between the hosts accepts every connection.",
         "Choose another port, or check on {host} what listens:",
         *COMMANDS["DS-PORT-taken"],
     ),
     "other-job": (
         "DS-MESH-013",
-        "found another job at {endpoint}, on {holder}: {said}",
-        _OTHER_JOB,
+        "found another job at {endpoint}, on {holder}: {said}{waited}",
+        "another job uses this endpoint, or --nnodes differs from host to host.",
         "Give each job its own port, and all nodes of a job the same --nnodes.",
     ),
     "duplicate": (
         "DS-MESH-002",
-        "was refused by {endpoint}: its node rank is taken by {holder}",
-        _SAME_RANK,
-        "Give each host its own --node-rank, counted from 0.",
+        "was refused by {endpoint}: its node rank is taken by {holder}{waited}",
+        "two hosts were started with the same --node-rank, or an earlier run still runs.",
+        "Give each of the {nnodes} hosts its own --node-rank, 0 to {last}.",
+    ),
+    "late": (
+        "DS-MESH-012",
+        "reached {endpoint} after the others had stopped waiting",
+        "it was started later than the doctor waits.",
+        "Start all nodes again, at about the same time, or give the doctor a longer --timeout.",
+    ),
+    "secret": (
+        "DS-MESH-015",
+        "reached {endpoint} without the secret of the others",
+        "--secret-file or DDPSAFE_JOB_SECRET is missing on one of them, or differs.",
+        "Give every node the same file: `ddpsafe doctor --secret-file FILE …`.",
+    ),
+    "version": (
+        "DS-MESH-040",
+        "is refused by {holder} at {endpoint}: {said}",
+        "another version of ddpsafe is installed there.",
+        "Install {version}, or one other version, on every host, from the same wheel or checkout:",
+        "pip install ddpsafe-*.whl",
     ),
 }
 """For each trouble: the code, what it is, its cause, what to do, and lines to copy."""
+
+
+def _general_facts(nnodes: int) -> dict[str, object]:
+    return {"nnodes": nnodes, "last": nnodes - 1, "version": metadata.version("ddpsafe")}
 
 
 def _find_namesake(obstacle: Obstacle) -> Iterator[str]:
@@ -325,69 +336,32 @@ def _lost(results: Results, node: int) -> Finding:
 
 
 def _rejected(results: Results, rejected: Rejected) -> Finding:
-    greeting = rejected.greeting
+    """Return the finding on a node that was refused; that node's own is in `_OBSTACLES`, too."""
+    greeting, reason, nnodes = rejected.greeting, rejected.reason, results.nnodes
     host, rank = greeting.hostname, greeting.node_rank
-    match rejected.reason:
-        case "duplicate":
-            return failed(
-                "DS-MESH-002",
-                f"{host} tried to join as node rank {rank}, which {rejected.holder} "
-                f"(pid {rejected.holder_pid}) already has.",
-                cause=_SAME_RANK,
-                fix=f"Give each of the {results.nnodes} hosts its own --node-rank, 0 to {results.nnodes - 1}.",
-                hosts=(host, rejected.holder),
-                node_rank=rank,
-            )
-        case "secret":
-            return _no_secret(f"{host} (node rank {rank}) tried to join", hosts=(host,))
-        case "version":
-            what = f"its doctor has protocol version {greeting.version}, node rank 0 another one"
-            return _other_version(f"{host} (node rank {rank}) was refused: {what}", hosts=(host,))
-        case "late":
-            return _late(f"{host} (node rank {rank}) tried to join")
-        case "other-job":
-            return failed(
-                "DS-MESH-013",
-                f"{host} tried to join as node rank {rank} of {greeting.nnodes}"
-                f" (job {greeting.job or 'without a name'}); this job has {results.nnodes} nodes.",
-                cause=_OTHER_JOB,
-                fix=f"Start it on {host} with --nnodes {results.nnodes}, or give the other job its own port.",
-                hosts=(host,),
-                nnodes_there=greeting.nnodes,
-                nnodes_here=results.nnodes,
-            )
-
-
-def _late(who: str) -> Finding:
+    who = f"{host} (node rank {rank})"
+    what: dict[Refusal, str] = {
+        "duplicate": f"{host} tried to join as node rank {rank}, which {rejected.holder} "
+        f"(pid {rejected.holder_pid}) already has",
+        "other-job": f"{host} tried to join as node rank {rank} of {greeting.nnodes} "
+        f"(job {greeting.job or 'without a name'}); this job has {nnodes} nodes",
+        "late": f"{who} tried to join after the others had stopped waiting",
+        "secret": f"{who} tried to join without the secret of the others",
+        "version": f"{who} was refused: its doctor has protocol version {greeting.version}, node rank 0 "
+        "another one",
+    }
+    code, _, cause, *fix = _OBSTACLES[reason]
+    if reason == "other-job":
+        fix = [f"Start it on {host} with --nnodes {nnodes}, or give the other job its own port."]
     return failed(
-        "DS-MESH-012",
-        f"{who} after the others had stopped waiting.",
-        cause="it was started later than the doctor waits.",
-        fix="Start all nodes again, at about the same time, or give the doctor a longer --timeout.",
-    )
-
-
-def _other_version(what: str, *, hosts: tuple[str, ...]) -> Finding:
-    return failed(
-        "DS-MESH-040",
-        f"{what}.",
-        cause="another version of ddpsafe is installed there.",
-        fix=to_copy(
-            f"Install {metadata.version('ddpsafe')}, or one other version, on every host, from the same "
-            "wheel or checkout:",
-            "pip install ddpsafe-*.whl",
-        ),
-        hosts=hosts,
-    )
-
-
-def _no_secret(who: str, *, hosts: tuple[str, ...]) -> Finding:
-    return failed(
-        "DS-MESH-015",
-        f"{who} without the secret of the others.",
-        cause="--secret-file or DDPSAFE_JOB_SECRET is missing on one of them, or differs.",
-        fix="Give every node the same file: `ddpsafe doctor --secret-file FILE …`.",
-        hosts=hosts,
+        code,
+        f"{what[reason]}.",
+        cause=cause,
+        fix=to_copy(*(line.format(**_general_facts(nnodes)) for line in fix)),
+        hosts=(host, rejected.holder) if rejected.holder else (host,),
+        node_rank=rank,
+        nnodes_there=greeting.nnodes,
+        nnodes_here=nnodes,
     )
 
 
