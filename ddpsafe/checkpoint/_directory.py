@@ -202,10 +202,6 @@ class Keep:
                 )
             )
 
-    def needs_metrics(self) -> bool:
-        """Return whether the choice depends on the metrics of the checkpoints."""
-        return self.best > 0 and self.newest is not None
-
     def find_doomed(
         self, steps: Sequence[int], metrics: Mapping[int, Mapping[str, float | None]]
     ) -> list[int]:
@@ -247,7 +243,7 @@ def prune(directory: Path, keep: Keep, metrics: Metrics) -> list[str]:
     """
     try:
         steps = complete_steps(directory)
-        if keep.needs_metrics():
+        if keep.best > 0 and keep.newest is not None:  # the choice depends on them
             for step in set(steps) - metrics.keys():
                 metrics[step] = {}
                 with contextlib.suppress(DamagedFileError, RestoreError, OSError):

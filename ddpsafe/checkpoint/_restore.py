@@ -650,7 +650,9 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
             shape = tuple(leaf.shape if tensor is None else tensor.shape)
             if shape == tuple(parameter.shape) and shape:
                 dtype = leaf.dtype if tensor is None else tensor.torch_dtype()
-                target = _sharded.like(parameter, dtype)
+                target = torch.empty_like(
+                    parameter.detach(), dtype=dtype
+                )  # as the parameter is sharded
                 shards.fill(target, leaf, path)
                 return target
             if tensor is None:

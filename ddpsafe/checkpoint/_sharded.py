@@ -289,13 +289,6 @@ def _part(tensor: torch.Tensor, offsets: list[int], sizes: list[int]) -> torch.T
     return tensor
 
 
-def like(parameter: Any, dtype: torch.dtype) -> Any:
-    """Return a new distributed tensor with the layout of a parameter."""
-    import torch
-
-    return torch.empty_like(parameter.detach(), dtype=dtype)
-
-
 def copied_to_all(whole: torch.Tensor, parameter: Any) -> Any:
     """Return a distributed tensor that is replicated on every rank of a parameter's mesh."""
     from torch.distributed.tensor import DTensor, Replicate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
@@ -12,6 +13,8 @@ from datetime import timedelta
 from multiprocessing import util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import psutil
 
 from ddpsafe._advice import ADVICE
 from ddpsafe._clock import Deadline
@@ -182,7 +185,11 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
     if exitcode == -signal.SIGBUS:
         cause, fix = ADVICE["DS-MEM-shm"]
         cause = f"a mapped file was shortened, or {cause}"
-        return cause, fix, [describe_shared_memory()]
+        free, total = shared_memory_bytes()
+        if free is None or total is None:
+            return cause, fix, [f"{SHARED_MEMORY} does not exist."]
+        sizes = f"{free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB"
+        return cause, fix, [f"{SHARED_MEMORY} has {sizes}."]
     if -exitcode in {signal.SIGTERM, signal.SIGUSR1}:
         cause = (
             "another process sent it that signal; to end a job, schedulers send SIGTERM to all of its "
@@ -205,44 +212,21 @@ def _why(exitcode: int) -> tuple[str, str, list[str]]:
     return cause, "read the worker's own output above this error.", details
 
 
-def describe_shared_memory() -> str:
-    """Describe how large /dev/shm is and how much of it is free."""
-    free, total = shared_memory_bytes()
-    if free is None or total is None:
-        return f"{SHARED_MEMORY} does not exist."
-    return f"{SHARED_MEMORY} has {free / 2**20:.0f} MiB free of {total / 2**20:.0f} MiB."
-
-
 def describe_memory(*, cgroup: Path = _CGROUP) -> str:
     """Describe how much memory the machine has left, the container's limit, and the OOM killer's work.
 
     `cgroup` is the root of the processes' cgroups; in a container, the container's own.
     """
-    parts = [
-        f"the machine has {int(line.split()[1]) / 2**10:.0f} MiB available"
-        for line in _read(Path("/proc/meminfo")).splitlines()
-        if line.startswith("MemAvailable:")
-    ]
+    parts = [f"the machine has {psutil.virtual_memory().available / 2**20:.0f} MiB available"]
     limit = read_limits().memory_bytes
     if limit is not None:
         parts.append(f"the container's limit is {limit / 2**20:.0f} MiB")
     # The machine's own root cgroup has no such file, so the count is always that of a cgroup.
-    kills = [
-        int(line.split()[1])
-        for line in _read(cgroup / "memory.events").splitlines()
-        if line.startswith("oom_kill ")
-    ]
-    parts += [
-        f"the OOM killer has ended {count} {'process' if count == 1 else 'processes'} of this cgroup "
-        "so far"
-        for count in kills
-        if count
-    ]
-    return "Memory: " + ("; ".join(parts) or "unknown") + "."
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except OSError:
-        return ""
+    kills = 0
+    with contextlib.suppress(OSError):
+        events = (cgroup / "memory.events").read_text(encoding="ascii")
+        kills = int(dict(line.split() for line in events.splitlines()).get("oom_kill", 0))
+    if kills:
+        processes = "1 process" if kills == 1 else f"{kills} processes"
+        parts.append(f"the OOM killer has ended {processes} of this cgroup so far")
+    return f"Memory: {'; '.join(parts)}."

@@ -295,14 +295,16 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         "Choose an interface on each host; no network connects all of them:",
         announced_lines(results, odd),
     )
-    named = "; ".join(
-        f"{node} has no interface {node.announced.wanted} with an address "
-        f"({node.announced.chosen_by}); it has {_listed(node) or 'only loopback'}"
-        for node in odd
-    )
+    facts = []
+    for node in odd:
+        there = [f"{name} ({', '.join(table)})" for name, table in node.interfaces.items()]
+        facts.append(
+            f"{node} has no interface {node.announced.wanted} with an address "
+            f"({node.announced.chosen_by}); it has {', '.join(there) or 'only loopback'}"
+        )
     return failed(
         "DS-MESH-021",
-        f"{named}.",
+        f"{'; '.join(facts)}.",
         cause="interface names differ between hosts but the variable is the same on all of them, or it "
         "was meant for another host.",
         fix=to_copy(what, *lines),
@@ -310,10 +312,6 @@ def _absent(results: Results, odd: list[Node]) -> Finding:
         wanted={node.hostname: node.announced.wanted for node in odd},
         interfaces={node.hostname: dict(node.interfaces) for node in odd},
     )
-
-
-def _listed(node: Node) -> str:
-    return ", ".join(f"{name} ({', '.join(table)})" for name, table in node.interfaces.items())
 
 
 def _not_running(results: Results, odd: list[Node]) -> Finding:
