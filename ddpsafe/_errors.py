@@ -24,16 +24,14 @@ import json
 import pickle
 import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
-from dataclasses import asdict, dataclass, replace
+from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, TypedDict, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from ddpsafe._text import encodable, name_cells
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from typing_extensions import Unpack
 
     from ddpsafe._wire.messages import RankOutcome
 
@@ -106,6 +104,7 @@ class Explanation:
         return encodable(name_cells("\n".join(lines)))
 
 
+@dataclass(eq=False, repr=False)
 class DDPSafeError(Exception):
     """Base of every error of ddpsafe: ``except ddpsafe.DDPSafeError`` catches them all.
 
@@ -124,19 +123,18 @@ class DDPSafeError(Exception):
             which this one is the cause, shows the rest.
     """
 
-    exit_code: int = 1
-    kind: FailureKind = "config"
-    origin: Origin = "own"
-    previous_attempts: tuple[DDPSafeError, ...] = ()
-    shown_as_json: bool = False
-    is_quoted: bool = False
+    said: InitVar[Explanation | str]
+    exit_code: int = field(default=1, init=False)
+    kind: FailureKind = field(default="config", init=False)
+    origin: Origin = field(default="own", init=False)
+    previous_attempts: tuple[DDPSafeError, ...] = field(default=(), init=False)
+    shown_as_json: bool = field(default=False, init=False)
+    is_quoted: bool = field(default=False, init=False)
 
-    def __init__(self, explanation: Explanation | str) -> None:
+    def __post_init__(self, said: Explanation | str) -> None:
         """Keep the explanation; a plain text becomes one that has only `what`."""
-        if isinstance(explanation, str):
-            explanation = Explanation(explanation)
-        super().__init__(str(explanation))
-        self.explanation = explanation
+        self.explanation = Explanation(said) if isinstance(said, str) else said
+        super().__init__(str(self.explanation))
 
     def __str__(self) -> str:
         return encodable(self.explanation.what) if self.is_quoted else str(self.explanation)
@@ -215,6 +213,7 @@ class ConfigProblem:
         return f"{self.field}: got {self.given}{came_from}: {self.why}.\n  {advice}"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class ConfigError(DDPSafeError, ValueError):
     """The configuration or a call is wrong; nothing was started with it.
 
@@ -225,18 +224,11 @@ class ConfigError(DDPSafeError, ValueError):
 
     exit_code = NO_RETRY_EXIT_CODE
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        problems: Sequence[ConfigProblem] = (),
-        rank: int | None = None,
-    ) -> None:
-        super().__init__(explanation)
-        self.problems: tuple[ConfigProblem, ...] = tuple(problems)
-        self.rank = rank
+    problems: tuple[ConfigProblem, ...] = ()
+    rank: int | None = None
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class MismatchError(DDPSafeError, ValueError):
     """The ranks passed different keys or shapes to one collective, or DDP different models.
 
@@ -248,20 +240,12 @@ class MismatchError(DDPSafeError, ValueError):
 
     kind: FailureKind = "user-error"
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        ranks: Sequence[int] = (),
-        name: str = "",
-        origin: Origin = "mismatch",
-    ) -> None:
-        super().__init__(explanation)
-        self.origin = origin
-        self.ranks = tuple(ranks)
-        self.name = name
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    origin: Origin = "mismatch"
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PreflightError(DDPSafeError):
     """The machine or the network cannot run an attempt, so the attempt did not begin.
 
@@ -272,29 +256,15 @@ class PreflightError(DDPSafeError):
         kind: What kind of failure it is, for the retry policy.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        report: object = None,
-        kind: FailureKind = "config",
-    ) -> None:
-        super().__init__(explanation)
-        self.report = report
-        self.kind = kind
-        self.exit_code = NO_RETRY_EXIT_CODE if kind == "config" else 1
+    report: object = None
+    kind: FailureKind = "config"
+
+    def __post_init__(self, said: Explanation | str) -> None:
+        super().__post_init__(said)
+        self.exit_code = NO_RETRY_EXIT_CODE if self.kind == "config" else 1
 
 
-class LaunchFacts(TypedDict, total=False):
-    """The arguments of every `LaunchError` besides its explanation."""
-
-    attempt: int
-    attempts: int
-    outcomes: Mapping[int, RankOutcome] | None
-    run_dir: Path | None
-    kind: FailureKind
-
-
+@dataclass(eq=False, repr=False, kw_only=True)
 class LaunchError(DDPSafeError):
     """A launch started and did not end well.
 
@@ -309,18 +279,15 @@ class LaunchError(DDPSafeError):
             rank is on another node, so that the exception is not available as ``__cause__``.
     """
 
+    attempt: int = 1
+    attempts: int = 1
+    outcomes: dict[int, RankOutcome] = field(default_factory=dict)
+    run_dir: Path | None = None
     kind: FailureKind = "user-error"
-    is_of_retried_type: bool = False
-
-    def __init__(self, explanation: Explanation | str, **facts: Unpack[LaunchFacts]) -> None:
-        super().__init__(explanation)
-        self.attempt = facts.get("attempt", 1)
-        self.attempts = facts.get("attempts", 1)
-        self.outcomes: dict[int, RankOutcome] = dict(facts.get("outcomes") or {})
-        self.run_dir = facts.get("run_dir")
-        self.kind = facts.get("kind", type(self).kind)
+    is_of_retried_type: bool = field(default=False, init=False)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class PreemptedError(LaunchError):
     """The job was asked to stop, and its ranks have saved and returned.
 
@@ -334,19 +301,11 @@ class PreemptedError(LaunchError):
     exit_code = TRY_AGAIN_EXIT_CODE
     kind: FailureKind = "preempted"
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        values: Mapping[int, object] | None = None,
-        unfinished_ranks: Sequence[int] = (),
-        **facts: Unpack[LaunchFacts],
-    ) -> None:
-        super().__init__(explanation, **facts)
-        self.values: dict[int, object] = dict(values or {})
-        self.unfinished_ranks = tuple(unfinished_ranks)
+    values: dict[int, object] = field(default_factory=dict)
+    unfinished_ranks: tuple[int, ...] = ()
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class NodeLostError(LaunchError):
     """One of several nodes was lost: its host, its network or its launcher failed.
 
@@ -361,23 +320,13 @@ class NodeLostError(LaunchError):
     kind: FailureKind = "peer-lost"
     origin = "peer-lost"
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        node_rank: int,
-        hostname: str,
-        ranks: Sequence[int] = (),
-        why: str = "",
-        **facts: Unpack[LaunchFacts],
-    ) -> None:
-        super().__init__(explanation, **facts)
-        self.node_rank = node_rank
-        self.hostname = hostname
-        self.ranks = tuple(ranks)
-        self.why = why
+    node_rank: int
+    hostname: str
+    ranks: tuple[int, ...] = ()
+    why: str = ""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RankFailedError(LaunchError):
     """One rank broke; the others failed because of it.
 
@@ -389,25 +338,12 @@ class RankFailedError(LaunchError):
         log_path: The log of its stderr.
     """
 
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        rank: int,
-        local_rank: int,
-        hostname: str,
-        pid: int | None = None,
-        log_path: Path | None = None,
-        exit_code: int = 1,
-        **facts: Unpack[LaunchFacts],
-    ) -> None:
-        super().__init__(explanation, **facts)
-        self.rank = rank
-        self.local_rank = local_rank
-        self.hostname = hostname
-        self.pid = pid
-        self.log_path = log_path
-        self.exit_code = exit_code
+    rank: int
+    local_rank: int
+    hostname: str
+    pid: int | None = None
+    log_path: Path | None = None
+    exit_code: int = 1
 
 
 class RankRaisedError(RankFailedError):
@@ -431,6 +367,7 @@ class RankLeftEarlyError(RankFailedError):
     """The rank returned or exited with code 0 although the job still needed it."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class LaunchTimeoutError(LaunchError, TimeoutError):
     """A timeout of `Timeouts` ran out, or a wait was proved to have no end.
 
@@ -444,28 +381,16 @@ class LaunchTimeoutError(LaunchError, TimeoutError):
     kind: FailureKind = "hang"
     origin = "timeout"
     setting: Limit = "collective"
-
-    def __init__(
-        self,
-        explanation: Explanation | str,
-        *,
-        setting: Limit | None = None,
-        waited_s: float,
-        missing_ranks: Sequence[int] = (),
-        stacks: Mapping[int, str] | None = None,
-        **facts: Unpack[LaunchFacts],
-    ) -> None:
-        super().__init__(explanation, **facts)
-        self.setting = setting or type(self).setting
-        self.waited_s = waited_s
-        self.missing_ranks = tuple(missing_ranks)
-        self.stacks: dict[int, str] = dict(stacks or {})
+    waited_s: float
+    missing_ranks: tuple[int, ...] = ()
+    stacks: dict[int, str] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class RendezvousTimeoutError(LaunchTimeoutError):
     """Not all ranks joined within ``Timeouts.start``, or not all nodes within ``Rendezvous.join``."""
 
-    setting = "start"
+    setting: Limit = "start"
 
 
 # An error as plain data, for other processes, files and programs: they get the class and the facts, and

@@ -351,11 +351,11 @@ def preempted_error(
     logs = ended.logs if keeps_logs else None
     return PreemptedError(
         Explanation(what, cause=CAUSE_OF_STOP, fix=fix, details=details, logs=logs),
-        values=values,
-        unfinished_ranks=late,
+        values=dict(values),
+        unfinished_ranks=tuple(late),
         attempt=ended.attempt,
         attempts=ended.retry.attempts,
-        outcomes=ended.outcomes,
+        outcomes=dict(ended.outcomes),
         run_dir=ended.run_dir if keeps_logs else None,
     )
 

@@ -61,7 +61,7 @@ def barrier_timeout_error(
         Explanation(what, cause=cause, fix=fix),
         setting="barrier",
         waited_s=waited_s,
-        missing_ranks=missing,
+        missing_ranks=tuple(missing),
         attempt=context.attempt,
     )
 

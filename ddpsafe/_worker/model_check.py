@@ -245,7 +245,7 @@ def _mismatch(
                 for rank, entry in list(entries.items())[:_SHOWN_RANKS]
             ],
         ),
-        ranks=odd,
+        ranks=tuple(odd),
         name=name,
         origin=origin,
     )

@@ -97,7 +97,7 @@ def absence_error(world: World, absence: Absence) -> RendezvousTimeoutError:
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),
         waited_s=absence.waited_s,
-        missing_ranks=absence.ranks,
+        missing_ranks=tuple(absence.ranks),
         kind="startup-network",
     )
 

@@ -28,17 +28,14 @@ import contextlib
 import os
 import sys
 import warnings
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ddpsafe._errors import DDPSafeError
 
-if TYPE_CHECKING:
-    from ddpsafe._errors import Explanation
 
-
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, kw_only=True)
 class CheckpointError(DDPSafeError):
     """Base of the errors of ``ddpsafe.checkpoint``, except for wrong calls: those are `ConfigError`.
 
@@ -46,11 +43,7 @@ class CheckpointError(DDPSafeError):
         rank: The rank where the error occurred; ``None`` if it occurred on every rank.
     """
 
-    said: InitVar[Explanation | str]
-    rank: int | None = field(default=None, kw_only=True)
-
-    def __post_init__(self, said: Explanation | str) -> None:
-        super().__init__(said)
+    rank: int | None = None
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -22,7 +22,7 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ddpsafe._errors import DDPSafeError
@@ -31,14 +31,8 @@ if TYPE_CHECKING:
     from ddpsafe._errors import Explanation
 
 
-@dataclass(eq=False, repr=False)
 class DataError(DDPSafeError):
     """Base of the errors of ``ddpsafe.data``, except for bad arguments: those are `ConfigError`."""
-
-    said: InitVar[Explanation | str]
-
-    def __post_init__(self, said: Explanation | str) -> None:
-        super().__init__(said)
 
 
 class MissingDistributedSamplerError(DataError):

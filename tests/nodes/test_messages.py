@@ -49,7 +49,7 @@ from ddpsafe.checkpoint.errors import CheckpointError
 CLASSES = [
     value
     for value in (*vars(node_messages).values(), Hello, Alive)
-    if isinstance(value, type) and dataclasses.is_dataclass(value)
+    if dataclasses.is_dataclass(value) and not issubclass(value, Exception)
 ]
 
 

@@ -451,7 +451,7 @@ class EndedAttempt:
         return {
             "attempt": self.attempt,
             "attempts": self.retry.attempts,
-            "outcomes": self.outcomes,
+            "outcomes": dict(self.outcomes),
             "run_dir": self.run_dir,
         }
 
@@ -484,7 +484,7 @@ class EndedAttempt:
             **self.facts(),
             setting=setting,
             waited_s=self.ending.waited_s,
-            missing_ranks=[outcome.rank for outcome in missing],
+            missing_ranks=tuple(outcome.rank for outcome in missing),
             stacks={rank: text for rank, text in stacks.items() if text},
             kind=kind,
         )

@@ -122,7 +122,7 @@ def link_error(ended: EndedAttempt, plan: RoundPlan, link: BrokenLink) -> NodeLo
         ),
         node_rank=nodes[1],
         hostname=hosts[1],
-        ranks=list(plan.ranks_of(nodes[1])),
+        ranks=tuple(plan.ranks_of(nodes[1])),
         why=why,
         **ended.facts(),
     )

@@ -125,7 +125,7 @@ def lost_node_error(
         Explanation(what, cause=cause, fix=fix, details=tuple(details)),
         node_rank=node,
         hostname=who.hostname,
-        ranks=list(ranks),
+        ranks=tuple(ranks),
         why=why,
         **facts,  # type: ignore[arg-type]  # those of LaunchError
     )
@@ -155,7 +155,7 @@ def left_error(
         ),
         node_rank=nodes[0],
         hostname=plan.nodes[nodes[0]].hostname,
-        ranks=list(plan.ranks_of(nodes[0])),
+        ranks=tuple(plan.ranks_of(nodes[0])),
         why=why,
         **ended.facts(),
     )

@@ -337,7 +337,7 @@ def _not_served(
     return RendezvousTimeoutError(
         Explanation(what, cause=cause, fix=fix),
         waited_s=waited_s,
-        missing_ranks=[0],
+        missing_ranks=(0,),
         kind="startup-network",
     )
 
