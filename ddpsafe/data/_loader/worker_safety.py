@@ -32,6 +32,7 @@ import torch.multiprocessing as mp
 
 from ddpsafe._errors import Explanation
 from ddpsafe._stdlib_private import has_started, is_fed, standard_streams
+from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import is_internal, package_of
 from ddpsafe.data.errors import DataWarning, UnsafeWorkersError
 
@@ -573,23 +574,15 @@ def explain_pickling(error: Exception, parts: dict[str, object]) -> UnsafeWorker
     return None
 
 
-_MAX_DEPTH: Final = 8
+def find_unpicklable(root: object, *, name: str) -> tuple[str, str] | None:
+    """Return the path and the error of the innermost part that a worker could not receive."""
+    found = payload.find_unpicklable(root, name, dumps=_probe)
+    return found and (found[0], f"{type(found[1]).__name__}: {found[1]}")
 
 
-def find_unpicklable(root: object, *, name: str, depth: int = 0) -> tuple[str, str] | None:
-    """Return the path and the error of the innermost part that cannot be pickled."""
-    try:
-        with Path(os.devnull).open("wb") as nowhere:
-            _ProbingPickler(nowhere, protocol=pickle.HIGHEST_PROTOCOL).dump(root)
-    except Exception as raised:  # noqa: BLE001 - a __reduce__ may raise anything
-        error = f"{type(raised).__name__}: {raised}"
-    else:
-        return None
-    for how, part in parts_of(root) if depth < _MAX_DEPTH else ():
-        inner = find_unpicklable(part, name=name + _step(how), depth=depth + 1)
-        if inner is not None:
-            return inner
-    return name, error
+def _probe(item: object) -> None:
+    with Path(os.devnull).open("wb") as nowhere:
+        _ProbingPickler(nowhere, protocol=pickle.HIGHEST_PROTOCOL).dump(item)
 
 
 class _ProbingPickler(pickle.Pickler):
