@@ -143,19 +143,27 @@ def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Ite
         return
     closed = {way for way, dialled in tried.items() if is_closed(dialled.result)}
     strange = {way for way, dialled in tried.items() if dialled.result == "wrong-peer"}
-    lossy = {way for way, dialled in tried.items() if dialled.result == "large-lost"}
+    large_lost = {way for way, dialled in tried.items() if dialled.result == "large-lost"}
     routed = {way for way in closed if _other_route(results, way) is not None}
+    lossy = {way for way, dialled in tried.items() if _loses_packets(dialled)}
+    smaller: dict[int, set[Way]] = defaultdict(set)
+    for way, dialled in tried.items():
+        if dialled.result == "open" and dialled.path_mtu_bytes < results.nodes[way[1]].mtu_bytes:
+            smaller[dialled.path_mtu_bytes].add(way)
+    smaller.pop(
+        0, None
+    )  # the path carries as much as the interface; if that is less, DS-MESH-042 has it
     for ways, describe in (
         (routed, _routed),
         (closed - routed, _closed),
         (strange, _wrong_peer),
-        (lossy, _large_lost),
+        (large_lost, _large_lost),
+        (lossy, _lossy),
+        *((smaller[mtu_bytes], _smaller_path) for mtu_bytes in sorted(smaller)),
     ):
         for group in group_ways(ways, tried):
             yield describe(results, group, {way: tried[way] for way in group.ways})
-    yield from _check_loss(results, tried)
-    yield from _check_path_mtu(results, tried)
-    if not (closed or strange or lossy or explained):
+    if not (closed or strange or large_lost or explained):
         yield _all_open(results, tried)
 
 
@@ -328,66 +336,53 @@ def _routed(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> 
     )
 
 
-def _check_loss(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
-    """Find directions that lose packets although their connections stay open."""
-    lossy = {
-        way: outcome
-        for way, outcome in tried.items()
-        if outcome.result == "open"
-        and outcome.resent >= _LEAST_RESENT
-        and outcome.resent >= _LOSS_SHARE * (outcome.packets + outcome.resent)
-    }
-    for group in group_ways(lossy, tried):
-        sent = sum(lossy[way].packets for way in group.ways)
-        resent = sum(lossy[way].resent for way in group.ways)
-        share = 100 * resent / (sent + resent)
-        yield warning(
-            "DS-MESH-037",
-            f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
-            f"({share:.0f} %) were retransmitted.",
-            cause="a bad cable or port, an overloaded link, or a limit on packets per second; a job "
-            "runs many times slower, and connections sometimes break.",
-            fix=to_copy(
-                "Check the interface for errors and drops, then the switch:",
-                *(
-                    f"ip -s link show dev {shlex.quote(results.nodes[node].announced.interface)}"
-                    f"    # on {results.name_of(node)}"
-                    for node in group.ends[:_MOST_NAMED]
-                ),
+def _loses_packets(outcome: Dialled) -> bool:
+    """Return whether a direction loses packets although its connections stay open."""
+    share = _LOSS_SHARE * (outcome.packets + outcome.resent)
+    return outcome.result == "open" and outcome.resent >= max(_LEAST_RESENT, share)
+
+
+def _lossy(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    sent = sum(outcome.packets for outcome in outcomes.values())
+    resent = sum(outcome.resent for outcome in outcomes.values())
+    return warning(
+        "DS-MESH-037",
+        f"{_where(results, group, 'send without loss to')}: {resent} of {sent + resent} packets "
+        f"({100 * resent / (sent + resent):.0f} %) were retransmitted.",
+        cause="a bad cable or port, an overloaded link, or a limit on packets per second; a job "
+        "runs many times slower, and connections sometimes break.",
+        fix=to_copy(
+            "Check the interface for errors and drops, then the switch:",
+            *(
+                f"ip -s link show dev {shlex.quote(results.nodes[node].announced.interface)}"
+                f"    # on {results.name_of(node)}"
+                for node in group.ends[:_MOST_NAMED]
             ),
-            hosts=results.hostnames(group.nodes),
-            sent=sent,
-            resent=resent,
-            directions=[list(way) for way in group.ways],
-        )
+        ),
+        hosts=results.hostnames(group.nodes),
+        sent=sent,
+        resent=resent,
+        directions=[list(way) for way in group.ways],
+    )
 
 
-def _check_path_mtu(results: Results, tried: Mapping[Way, Dialled]) -> Iterator[Finding]:
-    """Find paths that carry smaller packets than the interfaces at both ends, and say so."""
-    smaller = {
-        (source, target): dialled.path_mtu_bytes
-        for (source, target), dialled in tried.items()
-        if dialled.result == "open"
-        and 0 < dialled.path_mtu_bytes < results.nodes[target].mtu_bytes  # else DS-MESH-042 has it
-    }
-    for passing in sorted(set(smaller.values())):
-        ways = {way for way, mtu in smaller.items() if mtu == passing}
-        for group in group_ways(ways, tried):
-            yield warning(
-                "DS-MESH-039",
-                f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
-                f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in group.ends)}.",
-                cause="a tunnel, a VPN or a router on the way carries less, and says so by ICMP; TCP copes, "
-                "other protocols (RDMA over Ethernet) may not, and a firewall that drops ICMP makes large "
-                "packets vanish.",
-                fix=to_copy(
-                    "Lower the MTU on the hosts, as root, or raise that of the path:",
-                    *mtu_lines(results, group.ends[: 2 * _MOST_NAMED], passing),
-                ),
-                hosts=results.hostnames(group.nodes),
-                mtu_bytes=passing,
-                directions=[list(way) for way in group.ways],
-            )
+def _smaller_path(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
+    passing = outcomes[group.ways[0]].path_mtu_bytes
+    return warning(
+        "DS-MESH-039",
+        f"{_where(results, group, f'send packets of more than {passing} bytes to')}, though "
+        f"their interfaces send up to {max(results.nodes[end].mtu_bytes for end in group.ends)}.",
+        cause="a tunnel, a VPN or a router on the way carries less, and says so by ICMP; TCP copes, "
+        "other protocols (RDMA over Ethernet) may not, and a firewall that drops ICMP makes large "
+        "packets vanish.",
+        fix=to_copy(
+            "Lower the MTU on the hosts, as root, or raise that of the path:",
+            *mtu_lines(results, group.ends[: 2 * _MOST_NAMED], passing),
+        ),
+        hosts=results.hostnames(group.nodes),
+        mtu_bytes=passing,
+        directions=[list(way) for way in group.ways],
+    )
 
 
 def _wrong_peer(results: Results, group: Group, outcomes: Mapping[Way, Dialled]) -> Finding:
