@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from torch import nn
-
     from ddpsafe._job.agreement import Absence
     from ddpsafe._worker.context import RankContext
 
@@ -34,6 +32,12 @@ class Ranks(RankGroup):
     Args:
         timeout: How long an exchange may wait for rank 0, or for the other ranks.
         may_give_up: As `RankGroup.may_give_up`.
+
+    Attributes:
+        is_main: True on rank 0, which writes the checkpoint.
+        attempt: This attempt, counted from 1.
+        of_node: The ranks of this node; the first one writes into its memory.
+        unwrap: Returns the model inside the wrappers of DDP and torch.compile.
     """
 
     def __init__(
@@ -46,8 +50,10 @@ class Ranks(RankGroup):
     ) -> None:
         from ddpsafe._worker import pending_exception
 
-        self._context = context
+        self.is_main, self.attempt, self.unwrap = context.is_main, context.attempt, context.unwrap
         self.world_size = context.world_size if context.control is not None else 1
+        of_node: Sequence[int] = context.world.ranks_of_node
+        self.of_node = of_node if self.world_size > 1 else (context.rank,)
         self.host = socket.gethostname()
         self.timeout = timeout
         super().__init__(
@@ -65,26 +71,7 @@ class Ranks(RankGroup):
         self.may_give_up = may_give_up
 
     def __str__(self) -> str:
-        return f"{self._context.world} on {self.host} in attempt {self._context.attempt}"
-
-    @property
-    def is_main(self) -> bool:
-        """True on rank 0, which writes the checkpoint."""
-        return self._context.is_main
-
-    @property
-    def attempt(self) -> int:
-        """This attempt, counted from 1."""
-        return self._context.attempt
-
-    @property
-    def of_node(self) -> Sequence[int]:
-        """The ranks of this node; the first one writes into its memory."""
-        return self._context.world.ranks_of_node if self.world_size > 1 else (self.rank,)
-
-    def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model inside the wrappers of DDP and torch.compile."""
-        return self._context.unwrap(model)
+        return f"{super().__str__()} on {self.host} in attempt {self.attempt}"
 
     def deadline(self, longer: timedelta = timedelta(0)) -> Deadline:
         """Return the end of a wait that begins now, and may take so much longer."""

@@ -20,7 +20,6 @@ from ddpsafe._worker.rank import this_rank
 from ddpsafe.checkpoint import Checkpointer, _checksums, _memory
 from ddpsafe.checkpoint._format import STATE
 from ddpsafe.checkpoint._memory import StateMemory
-from ddpsafe.checkpoint._ranks import Ranks
 from ddpsafe.checkpoint._slots import NodeSlots
 from ddpsafe.checkpoint.errors import (
     CheckpointWarning,
@@ -292,11 +291,11 @@ def measure_once(ctx: ddpsafe.RankContext, folder: Path) -> list[int]:
 
 def replace_a_node(ctx: ddpsafe.RankContext, folder: Path, plan: dict[str, Any]) -> list[Any]:
     """Let each rank be a node, of which the second is replaced; it has too little memory for the state of step 2."""
-    Ranks.of_node = property(lambda ranks: (ranks.rank,))  # type: ignore[assignment,method-assign]
     state: dict[str, Any] = {"step": 1}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         made = Checkpointer(folder, every=1000, on_failure=plan["on_failure"])
+        made._ranks.of_node = (ctx.rank,)
         with contextlib.suppress(ZeroDivisionError), made:
             memories = [NodeMemory(), NodeMemory()]
             paths = [[Path(f"/proc/{os.getpid()}/fd/{fd}") for fd in m.files(1)] for m in memories]
