@@ -54,7 +54,7 @@ UPWARD_FOR_TYPES: Final = {
 BETWEEN_SIBLINGS: Final = {
     (
         "ddpsafe._worker.context",
-        "ddpsafe.data._loader.build",
+        "ddpsafe.data._loader.loader",
     ): "ctx.loader makes the rank's loader; late",
     (
         "ddpsafe.data._loader.equal_readers",

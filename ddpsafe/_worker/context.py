@@ -406,7 +406,7 @@ class RankContext:
             **options: ``shuffle``, ``seed``, ``check`` (compare the dataset between ranks, and keep
                 its fingerprint in the state), and the options of `ddpsafe.data.DataLoader`.
         """
-        from ddpsafe.data._loader.build import build_loader
+        from ddpsafe.data._loader.loader import build_loader
 
         collectives.require_group(self.world)
         return build_loader(dataset, batch_size=batch_size, train=train, **options)

@@ -36,8 +36,8 @@ from ddpsafe.data._consistency import (
     _coarse_content,
     has_equal_input,
 )
-from ddpsafe.data._loader.build import build_loader
 from ddpsafe.data._loader.equal_readers import checksum, stable_text, text_of
+from ddpsafe.data._loader.loader import build_loader
 from ddpsafe.data.errors import DatasetInconsistencyError
 
 

@@ -43,7 +43,7 @@ from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 from ddpsafe._errors import ConfigError
 from ddpsafe.data import DataLoader, DistributedSampler, ShardedIterable
-from ddpsafe.data._loader.build import build_loader
+from ddpsafe.data._loader.loader import build_loader
 from ddpsafe.data._loader.reading import FollowedDataset, NamingDataset, SharedProgress
 from ddpsafe.data.errors import DataWarning, StateMismatchError
 

@@ -26,7 +26,7 @@ from ddpsafe.data import (
     gather_exact,
     masked_batches,
 )
-from ddpsafe.data._loader.build import build_loader
+from ddpsafe.data._loader.loader import build_loader
 from ddpsafe.data.errors import DatasetChangedError
 
 ALONE: Final[dict[str, Any]] = {"num_replicas": 1, "rank": 0}

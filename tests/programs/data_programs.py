@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 import ddpsafe
 from ddpsafe import data
-from ddpsafe.data._loader.build import build_loader
+from ddpsafe.data._loader.loader import build_loader
 
 RECORD = 16
 

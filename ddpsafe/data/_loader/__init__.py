@@ -11,6 +11,5 @@ Each module imports only those before it::
     worker_safety   handles that must not cross into a worker
     worker_death    which worker died or hangs, at which index, and why
     cell            which epoch a pass reads, who set it, and how far the newest pass is
-    loader          `DataLoader`: its epochs, its workers, its passes, its state
-    build           `ctx.loader`: sampler, seeds, workers and check in one call
+    loader          `DataLoader`: its epochs, its workers, its passes, its state; and `ctx.loader`
 """
