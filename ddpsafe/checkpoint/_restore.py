@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import MutableMapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +32,7 @@ from ddpsafe.checkpoint._format import (
     Manifest,
     read_manifest,
 )
-from ddpsafe.checkpoint._slots import Candidate, Held, candidates
+from ddpsafe.checkpoint._slots import Held, candidates
 from ddpsafe.checkpoint._state import PerRank, is_stateful, load_rng_state, named_for, state_of
 from ddpsafe.checkpoint._trees import leaves, pieces, replace_leaves
 from ddpsafe.checkpoint.errors import (
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from ddpsafe.checkpoint._checksums import VerifiedFile
     from ddpsafe.checkpoint._memory import StateMemory
     from ddpsafe.checkpoint._ranks import Ranks
-    from ddpsafe.checkpoint._slots import Slot
+    from ddpsafe.checkpoint._slots import Candidate, Slot
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,8 @@ def restore(request: RestoreRequest) -> Restored | None:
     seen: list[int] = answer["seen"]  # those that at least one rank sees
     problems: list[str] = answer["damaged"]
     sources: list[tuple[int, Candidate | None]] = [(step, None) for step in steps]
-    in_memory = [Candidate.of(plain) for plain in answer["memory"]]  # the newest first
+    held_by = {int(node): own and Held(**own) for node, own in answer["held"].items()}
+    in_memory = candidates(held_by)  # the newest first, the same on all ranks
     sources += [(found.held.step, found) for found in in_memory]
     # Of one step, that in memory first.
     sources.sort(key=lambda source: (source[0], source[1] is not None), reverse=True)
@@ -219,20 +220,14 @@ def _agree_on_steps(request: RestoreRequest, messages: dict[int, Message]) -> di
                 ),
                 rank=rank,
             )
-    held = {
-        message.facts["node"]: messages[message.facts["node"]].facts["held"]
-        for message in messages.values()
-    }
-    memory = [
-        asdict(each)
-        for each in candidates({rank: own and Held(**own) for rank, own in held.items()})
-    ]
+    nodes = {message.facts["node"] for message in messages.values()}
+    held = {str(node): messages[node].facts["held"] for node in nodes}
     views = [set(message.facts["steps"]) for message in messages.values()]
     common = sorted(set.intersection(*views), reverse=True)
     seen = sorted(set.union(*views), reverse=True)
     by_host = {each.facts["host"]: tuple(each.facts["steps"]) for each in messages.values()}
     damaged = [text for message in messages.values() for text in message.facts["damaged"]]
-    found = {"steps": common, "seen": seen, "memory": memory, "damaged": damaged}
+    found = {"steps": common, "seen": seen, "held": held, "damaged": damaged}
     if request.step is not None:
         if request.step not in seen:
             raise missing_step(directory, request.step, others=seen, by_host=by_host)

@@ -100,12 +100,6 @@ class Candidate:
     slots: dict[int, int]
     lacking: list[int]
 
-    @classmethod
-    def of(cls, plain: dict[str, Any]) -> Candidate:
-        """Make one from its plain values, as they come from JSON."""
-        slots = {int(rank): slot for rank, slot in plain["slots"].items()}
-        return cls(**{**plain, "held": Held(**plain["held"]), "slots": slots})
-
 
 def candidates(held: dict[int, Held | None]) -> list[Candidate]:
     """Return the states that can be restored from memory, the newest first.
