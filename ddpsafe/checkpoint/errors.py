@@ -24,15 +24,12 @@ An error on one rank is raised on every rank, and its `rank` names that rank.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Final
 
 from ddpsafe._errors import DDPSafeError
+from ddpsafe._wire.exception_facts import is_internal
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -185,13 +182,9 @@ class CheckpointWarning(UserWarning):
     """Nothing is lost, but you would want to know."""
 
 
-_NOT_USER_CODE: Final = (f"{Path(__file__).parent.parent}{os.sep}", str(contextlib.__file__))
-"""Path prefixes of ddpsafe's own frames and of its context managers."""
-
-
 def warn(text: str) -> None:
     """Issue a `CheckpointWarning` that points to the line of the user's script."""
     frame, level = sys._getframe(1), 2  # noqa: SLF001 - inspect.stack would read the sources
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_USER_CODE):
+    while frame.f_back is not None and is_internal(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
     warnings.warn(f"ddpsafe: {text}", CheckpointWarning, stacklevel=level)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import psutil
 import torch
 
 from ddpsafe._advice import ADVICE, COMMANDS
@@ -43,7 +44,7 @@ def warn_of_limits(loader: DataLoader[Any]) -> None:
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]  # torch has no types here
     if soft != resource.RLIM_INFINITY and strategy == "file_descriptor":
         needed = num_workers * _FILES_PER_WORKER + in_flight * _TENSORS_PER_BATCH
-        open_files = _count_open_files()
+        open_files = psutil.Process().num_fds()
         if open_files + needed > soft:
             shortages.append(
                 Explanation(
@@ -156,10 +157,3 @@ def _how_to_raise(soft: int, hard: int) -> str:
     if hard == soft:  # `ulimit` cannot exceed it
         return f", which is the hard one, where the session or the container starts:  {outside}"
     return f" with  {here.format(files=hard)}"
-
-
-def _count_open_files() -> int:
-    try:
-        return len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names only
-    except OSError:
-        return 0
