@@ -49,8 +49,6 @@ LATEST: Final = "latest"
 VISIBLE_WITHIN: Final = timedelta(seconds=5)
 """How long a network file system may take to show one host what another has written."""
 
-_POLL_S: Final = 0.1
-
 
 def folder_name(step: int) -> str:
     """Return the name of a step's folder; names sort like steps up to 12 digits."""
@@ -434,13 +432,11 @@ _CAUSES: Final = {
 
 def _sees(directory: Path, lock_id: str) -> bool:
     """Wait until this host shows the lock that rank 0 has written; return False if it does not."""
-    deadline = Deadline.after(VISIBLE_WITHIN)
-    while True:
+    for pause_s in Deadline.after(VISIBLE_WITHIN).pauses_s():
         with contextlib.suppress(OSError):
             os.listdir(directory)  # noqa: PTH208 - makes NFS refresh its cache of the directory
         owner = read_owner(directory)
         if owner is not None and owner.id == lock_id:
             return True
-        if deadline.expired():
-            return False
-        time.sleep(_POLL_S)
+        time.sleep(pause_s)
+    return False

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import AfterValidator, Field, Strict
 
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
 from ddpsafe._host import as_setting, plain_host, show_endpoint
+from ddpsafe._text import printable
 from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
@@ -21,7 +24,8 @@ if TYPE_CHECKING:
     from ddpsafe.doctor._system.torch_probe import TorchProbe
 
 
-PlaceKind = Literal["shell", "variable", "file", "argument"]
+Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
+"""What another node may send as text: it comes out as one line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +89,8 @@ class VariableSource:
         where: The name of that variable, or the path of the file.
     """
 
-    kind: PlaceKind = "shell"
-    where: str = ""
+    kind: Literal["shell", "variable", "file", "argument"] = "shell"
+    where: Text = ""
 
     def set_line(self, name: str, value: str) -> str:
         """Return the line that sets the variable there."""

@@ -105,12 +105,10 @@ async def announce(
         otherwise = await announce(
             backend=backend, interface=interface, env=others, towards=towards, places=places
         )
-        place = places.get(variable, VariableSource())
         return replace(
             host.of_names(names, f"{variable}={value}"),
             variable=variable,
-            place=place.kind,
-            place_where=place.where,
+            place=places.get(variable, VariableSource()),
             otherwise="" if otherwise.flaw else otherwise.address,
         )
     if interface == "auto" and host.fallback:

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, Strict
 from ddpsafe._host import is_loopback
 from ddpsafe._text import printable
 from ddpsafe.doctor._findings import DialResult  # noqa: TC001 - pydantic reads it
-from ddpsafe.doctor._subject import PlaceKind, VariableSource
+from ddpsafe.doctor._subject import Text, VariableSource
 
 # pydantic reads annotations when a message is first validated: these must exist at run time.
 from ddpsafe.doctor._system.tcp import MAIN_TABLE
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-VERSION: Final = 5
+VERSION: Final = 6
 """The protocol version; doctors of different versions refuse each other."""
 
 MOST_NODES: Final = 100_000
@@ -84,7 +84,6 @@ AnyPort = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Seconds = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=-1e10, le=1e10)]
 Rate = Annotated[float, Strict(), Field(allow_inf_nan=False, ge=0, le=1e15)]
 Hex = Annotated[str, Strict(), Field(pattern=r"^[0-9a-f]{0,64}$")]
-Text = Annotated[str, Strict(), Field(max_length=500), AfterValidator(printable)]
 Long = Annotated[str, Strict(), Field(max_length=8192), AfterValidator(printable)]
 Name = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 # It may name one for each device: "cpu:gloo,cuda:nccl".
@@ -180,8 +179,7 @@ class Announced:
         flaw: What is wrong with the library's choice; empty if nothing is.
         wanted: What the library would have used: an interface name or an address.
         variable: The variable that chose it; empty if none did.
-        place: Where that variable was set.
-        place_where: The variable or the file that set it.
+        place: Where that variable was set, or should be.
         otherwise: The address that would be announced without the variable.
     """
 
@@ -191,13 +189,8 @@ class Announced:
     flaw: Flaw = ""
     wanted: Text = ""
     variable: Literal["", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"] = ""
-    place: PlaceKind = "shell"
-    place_where: Text = ""
+    place: VariableSource = field(default_factory=VariableSource)
     otherwise: Address = ""
-
-    def place_of_variable(self) -> VariableSource:
-        """Return where the variable was set, or should be."""
-        return VariableSource(kind=self.place, where=self.place_where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,9 @@ from ddpsafe._host import is_loopback, look_up
 from ddpsafe._job.channel import RefusedError, from_json
 from ddpsafe._job.endpoint import Unreached, trouble_of
 from ddpsafe.doctor._mesh.channel_transport import ANSWER, Client
-from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate, Text
+from ddpsafe.doctor._mesh.protocol import VERSION, Answer, Rate
 from ddpsafe.doctor._mesh.transport import TransportLostError, bounded, wait_for
+from ddpsafe.doctor._subject import Text  # noqa: TC001 - pydantic reads it
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -155,7 +155,7 @@ def _origin(sources: Sequence[Node], target: Node) -> str:
 def interface_line(node: Node, variable: str, interface: str) -> str:
     """Return the line that gives a host's variable the value for an interface, where it is set there."""
     value = interface_variables(interface)[variable]
-    return node.announced.place_of_variable().set_line(variable, value)
+    return node.announced.place.set_line(variable, value)
 
 
 def library_variable(backend: str) -> str:
@@ -243,7 +243,7 @@ def endpoint_lines(results: Results, odd: Sequence[Node]) -> tuple[str, list[str
         what = "Without the variable the library chooses the network of the others; unset it:"
         lines = []
         for node in odd:
-            unset = node.announced.place_of_variable().unset_line(node.announced.variable)
+            unset = node.announced.place.unset_line(node.announced.variable)
             lines.append(f"{unset}    # on {node.hostname}")
         return what, lines
     shared = common_networks(nodes)
