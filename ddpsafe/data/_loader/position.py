@@ -108,11 +108,10 @@ class Tracker:
     def open(self, dataset: Any) -> Iterator[Any]:
         """Iterate over a stream from its saved state on."""
         worker = _worker()
-        saved = self.resume.pop(worker, None)
+        saved = self.resume.pop(worker, {})
         self._dataset = dataset
-        self._count = 0
-        state = saved["dataset"] if saved is not None and self.is_stateful else None
-        if state is not None and saved is not None and saved.get("is_iterator"):
+        state = saved.get("dataset") if self.is_stateful else None
+        if state is not None and saved.get("is_iterator"):
             # A stream that is its own iterator. Some apply a loaded state at the next iter().
             # Others start over at iter(), so they need the state after it, and may raise before.
             with contextlib.suppress(Exception):
@@ -124,14 +123,12 @@ class Tracker:
             if state is not None:
                 dataset.load_state_dict(state)
             iterator = iter(dataset)
-        self._iterator = iterator
-        if saved is not None:
-            self._count = saved["count"]
-            if saved["iterator"] is not None and is_stateful(iterator):
-                if iterator is not dataset:
-                    iterator.load_state_dict(saved["iterator"])
-            elif saved["dataset"] is None:
-                collections.deque(itertools.islice(iterator, self._count), maxlen=0)
+        self._iterator, self._count = iterator, saved.get("count", 0)
+        if saved.get("iterator") is not None and is_stateful(iterator):
+            if iterator is not dataset:
+                iterator.load_state_dict(saved["iterator"])
+        elif saved.get("dataset") is None:
+            collections.deque(itertools.islice(iterator, self._count), maxlen=0)
         skipped = (self._batch_size or 1) if worker < self.first_worker else 0
         self.first_worker = 0
         return self._counted(iterator, skipped)
@@ -300,14 +297,13 @@ class Replay:
         self._drawn: collections.deque[_Position] = collections.deque()
         self._delivered: collections.deque[_Position] = collections.deque(maxlen=_KEPT_POSITIONS)
         self._random: dict[str, str | None] = {"torch": None, "generator": None}
-        self._pending: dict[str, Any] | None = None
 
     def begin(self, new: Pass) -> int | None:
         """Begin a pass; return how many of its first batches to drop, or ``None`` if nothing is left."""
         # A pass that was left does not use up what was loaded: a look at the first batch, for example.
         loaded, self._loaded = self._find_loaded(new), None
-        is_rest = loaded is not None and loaded["epoch"] == new.epoch and not loaded["finished"]
-        self._resumed = loaded if is_rest else None
+        is_same = loaded is not None and loaded["epoch"] == new.epoch
+        self._resumed = loaded if loaded and is_same and not loaded["finished"] else None
         self._begin(new)
         self._readers.begin()
         self.tracker.resume, self.tracker.first_worker = {}, 0
@@ -316,14 +312,14 @@ class Replay:
             self._sampler.start, self._sampler.finished = self._sampler.beginning, False
         if loaded is None:
             return 0
-        saved, is_same = loaded["replay"], loaded["epoch"] == new.epoch
+        saved = loaded["replay"]
         if loaded["finished"]:
             # The next epoch is drawn from the generator as the finished one has left it.
             _set_generator(self._generator(), saved["generator_after"])
             return None if is_same else 0
         if not is_same:
             return 0
-        self._pending = saved
+        self._random = {key: saved[key] for key in self._random}
         self.base = saved["batches"]
         workers = {int(worker): state for worker, state in saved["workers"].items()}
         self._start = _Position(saved["checksum"], saved["sampler"], workers, saved["last_worker"])
@@ -424,12 +420,8 @@ class Replay:
 
     def _random_of_order(self, *, is_new: bool) -> dict[str, str | None]:
         """Return the states of the generators that this pass draws, or will draw, its order from."""
-        if self.tracker.is_stream:
-            return {"torch": None, "generator": None}
-        if self._random["torch"] is not None and not is_new:
+        if self.tracker.is_stream or (any(self._random.values()) and not is_new):
             return self._random
-        if self._pending is not None and not is_new:
-            return {key: self._pending[key] for key in self._random}
         # With more ranks the loader derives torch's generator from seed, epoch and rank.
         alone = current_replica().num_replicas == 1
         torchs = _text(torch.get_rng_state()) if alone else None
@@ -485,18 +477,17 @@ class Replay:
         # Resume with the worker after the last one: those before it get a batch that is dropped.
         nothing = [Skip] if self._in_batches else Skip
         yield from itertools.repeat(nothing, self.tracker.first_worker)
-        source, pending = self._source, self._pending
+        source, is_resumed = self._source, self._resumed is not None
         generator = self._generator()
         outer = torch.get_rng_state()
-        if pending is None:
+        if not is_resumed:
             self._random = {"torch": _text(outer), "generator": _generator_text(generator)}
         else:
-            self._random = {key: pending[key] for key in ("torch", "generator")}
-            _set_generator(generator, pending["generator"])
-            if pending["torch"] is not None:
-                torch.set_rng_state(_from_text(pending["torch"]))
+            _set_generator(generator, self._random["generator"])
+            if self._random["torch"] is not None:
+                torch.set_rng_state(_from_text(self._random["torch"]))
         try:
-            batches, owner = _batches(source, None if pending is None else pending["sampler"])
+            batches, owner = _batches(source, self._start.sampler)
             checksum: int | None = 0
             if owner is None:
                 for batch in itertools.islice(batches, self.base):
@@ -519,7 +510,7 @@ class Replay:
             # the first index.
             first = next(batches, Skip)
         finally:
-            if pending is not None:
+            if is_resumed:
                 torch.set_rng_state(outer)
         for batch in itertools.chain([] if first is Skip else [first], batches):
             checksum = zlib.crc32(repr(batch).encode(), checksum or 0)
