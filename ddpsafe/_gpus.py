@@ -285,6 +285,11 @@ def count_present() -> int | None:
         return None
 
 
+def count_device_nodes() -> int:
+    """Return how many GPUs the driver has created devices for, from a listing of /dev."""
+    return sum(1 for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
+
+
 def is_split(visible: str | None) -> bool:
     """Return whether CUDA shows a process a single MIG instance, even if NVML counts more."""
     if visible:
@@ -298,10 +303,8 @@ def find_lost() -> int:
 
     if VISIBLE in os.environ or is_split(None):
         return 0
-    nodes = [
-        device for device in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", device.name)
-    ]
-    return max(0, len(nodes) - torch.cuda.device_count()) if torch.cuda.device_count() else 0
+    seen: int = torch.cuda.device_count()
+    return max(0, count_device_nodes() - seen) if seen else 0
 
 
 def nccl_variables(

@@ -178,12 +178,11 @@ class NodeSlots:
         when = {"costs": costs and list(costs), "waited_s": waited_s}
         return {**whose, **when, "metadata": metadata}
 
-    def manifest(self, number: int) -> Manifest | None:
-        """Return the manifest of a slot; ``None`` if it holds no whole state of this directory."""
-        return self._read(number)[0]
+    def read(self, number: int) -> tuple[Manifest | None, str]:
+        """Return the manifest of a slot, and how it is damaged; ``None`` without a whole state of this directory.
 
-    def _read(self, number: int) -> tuple[Manifest | None, str]:
-        """Return that, and how a manifest is damaged; one that a killed writer left, empty or cut, is not."""
+        One that a killed writer left, empty or cut, is not damaged.
+        """
         slot = self._slots[number]
         try:
             found = read_manifest(slot)
@@ -194,7 +193,7 @@ class NodeSlots:
         return (found if found.metadata.get("directory") == self._directory else None), ""
 
     def _by_age(self) -> list[tuple[int, Manifest | None, str]]:
-        found = [(number, *self._read(number)) for number in range(_SLOTS)]
+        found = [(number, *self.read(number)) for number in range(_SLOTS)]
         return sorted(found, key=lambda each: (-1, -1) if each[1] is None else _age_of(each[1]))
 
     def target(self) -> Slot:

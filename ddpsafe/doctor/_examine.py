@@ -13,13 +13,13 @@ from ddpsafe._clock import BoundedCall, Deadline
 from ddpsafe._config import LaunchConfig
 from ddpsafe._config.endpoint import split_endpoint
 from ddpsafe._errors import ConfigError, Explanation
+from ddpsafe._gpus import count_device_nodes
 from ddpsafe._host import count_cores
 from ddpsafe._job.secret import find_job_secret
 from ddpsafe._secrets import Mask
 from ddpsafe.doctor._checks import all_checks, launch_checks
 from ddpsafe.doctor._findings import AreaStep, Report, Severity, failed, masked, warning
 from ddpsafe.doctor._subject import Subject, environment_of, find_place
-from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping

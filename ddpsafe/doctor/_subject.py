@@ -12,9 +12,9 @@ from pydantic import AfterValidator, Field, Strict
 from ddpsafe._config.endpoint import Endpoint, parse_endpoint
 from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
+from ddpsafe._gpus import count_device_nodes
 from ddpsafe._host import as_setting, plain_host, show_endpoint
 from ddpsafe._text import printable
-from ddpsafe.doctor._system.nvidia import count_device_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

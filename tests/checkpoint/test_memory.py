@@ -590,7 +590,7 @@ def test_user_metadata_comes_back_from_memory(memory: NodeMemory) -> None:
     """The record of whose state it is stays apart from it."""
     slots = slots_of(memory)
     write(slots, 5)
-    manifest = slots.manifest(0)
+    manifest = slots.read(0)[0]
     assert manifest is not None
     assert _slots.user_metadata(manifest) == {"note": 5}
     assert manifest.metadata["costs"] == list(COSTS)

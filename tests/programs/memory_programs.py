@@ -135,7 +135,7 @@ def flip_all(checkpoints: Path) -> None:
     files = [Path(f"/proc/{spec.launcher_pid}/fd/{fd}") for fd in spec.memory]
     slots = NodeSlots(files, checkpoints)
     for number in range(2):
-        if slots.manifest(number) is not None:
+        if slots.read(number)[0] is not None:
             with slots[number].path(STATE).open("r+b") as file:
                 file.seek(100)
                 byte = file.read(1)[0]

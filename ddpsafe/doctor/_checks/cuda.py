@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 import psutil
 
+from ddpsafe._gpus import count_device_nodes
 from ddpsafe.doctor._checks.versions import probe_results
 from ddpsafe.doctor._findings import Finding, failed, ok, to_copy, warning
 from ddpsafe.doctor._system.nvidia import (
     Health,
-    count_device_nodes,
     find_driver_error,
     find_unlinked,
     read_driver,

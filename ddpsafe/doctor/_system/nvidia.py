@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ddpsafe._gpus import find_reading, open_driver
@@ -46,13 +44,6 @@ class Health:
     pids: tuple[int, ...] = ()
     uncorrected_errors: int | None = None
     remapping: bool | None = None
-
-
-def count_device_nodes() -> int:
-    """Return how many GPUs the driver has created devices for, from a listing of /dev."""
-    with contextlib.suppress(OSError):
-        return sum(1 for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name))
-    return 0
 
 
 def find_driver_error() -> Exception | None:
