@@ -22,9 +22,9 @@ from ddpsafe.doctor._mesh.findings import attendance
 from ddpsafe.doctor._mesh.findings.assemble import make_findings
 from ddpsafe.doctor._mesh.findings.attendance import (
     cannot_serve,
-    coordinator_garbled,
     coordinator_lost,
     describe_obstacle,
+    garbled,
 )
 from ddpsafe.doctor._mesh.findings.observations import AllReduce, Results
 from ddpsafe.doctor._mesh.protocol import (
@@ -128,7 +128,7 @@ PRINTED: Final[dict[str, Callable[[], list[Finding]]]] = {
     "DS-MESH-011": lambda: [coordinator_lost("h0", "it closed the connection", at_store=False)],
     "DS-MESH-012": obstacle("late"),
     "DS-MESH-013": results(size=2, rejected=(Rejected(reason="other-job", greeting=greeting_of(1, 3)),)),
-    "DS-MESH-014": lambda: [coordinator_garbled("h0", "a number is out of range")],
+    "DS-MESH-014": lambda: [garbled("h0 (node rank 0)", "a number is out of range", ("h0",))],
     "DS-MESH-015": obstacle("secret"),
     "DS-MESH-020": results(nodes=hosts(0, 1) | {2: announcing(2, flaw="loopback", wanted="127.0.1.1")}),
     "DS-MESH-021": results(nodes=hosts(0, 1) | {2: announcing(

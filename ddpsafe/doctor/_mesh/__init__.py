@@ -30,10 +30,10 @@ from ddpsafe.doctor._mesh.examination import (
 from ddpsafe.doctor._mesh.findings.assemble import make_findings, make_matrix
 from ddpsafe.doctor._mesh.findings.attendance import (
     cannot_serve,
-    coordinator_garbled,
     coordinator_lost,
     describe_obstacle,
     describe_trouble,
+    garbled,
 )
 from ddpsafe.doctor._mesh.firewall import find_filter_chains
 from ddpsafe.doctor._mesh.job import Job
@@ -186,7 +186,7 @@ async def _describe(obstacle: Obstacle, job: Job) -> Finding:
 
 def _without_coordinator(exc: TransportLostError, job: Job, hostname: str) -> Examined:
     finding = (
-        coordinator_garbled(hostname, str(exc))
+        garbled(f"{hostname} (node rank 0)", str(exc), (hostname,), node_rank=0)
         if isinstance(exc, TransportGarbledError)
         else coordinator_lost(hostname, str(exc), at_store=job.at_store)
     )

@@ -395,10 +395,17 @@ def cannot_serve(exc: OSError, *, port: int, owner: str) -> Finding:
     )
 
 
-_GARBLED_FIX: Final = (
-    "Start the same version of ddpsafe on every host; if others can reach the endpoint, "
-    "give all nodes one --secret-file."
-)
+def garbled(who: str, what: str, hosts: tuple[str, ...], **details: object) -> Finding:
+    """Return the finding that a node sent an invalid message."""
+    return failed(
+        "DS-MESH-014",
+        f"{who} sent a message that the doctor never sends: {what}.",
+        cause="another version of ddpsafe runs there, or another program has taken its place.",
+        fix="Start the same version of ddpsafe on every host; if others can reach the endpoint, "
+        "give all nodes one --secret-file.",
+        hosts=hosts,
+        **details,
+    )
 
 
 def _garbled(results: Results) -> Finding:
@@ -407,23 +414,5 @@ def _garbled(results: Results) -> Finding:
         f"{results.label(rank)} about {topics[topic]}"
         for rank, topic in sorted(results.garbled.items())
     )
-    return failed(
-        "DS-MESH-014",
-        f"A node sent a message that the doctor never sends: {named}.",
-        cause="another version of ddpsafe runs there, or another program has taken the node's place.",
-        fix=_GARBLED_FIX,
-        hosts=results.hostnames(results.garbled),
-        topics={results.name_of(rank): topic for rank, topic in results.garbled.items()},
-    )
-
-
-def coordinator_garbled(host: str, why: str) -> Finding:
-    """Return the finding that node rank 0 sent an invalid message."""
-    return failed(
-        "DS-MESH-014",
-        f"{host} (node rank 0) sent a message that the doctor never sends: {why}.",
-        cause="another version of ddpsafe runs there, or another program has taken its place.",
-        fix=_GARBLED_FIX,
-        hosts=(host,),
-        node_rank=0,
-    )
+    by_name = {results.name_of(rank): topic for rank, topic in results.garbled.items()}
+    return garbled("A node", named, results.hostnames(results.garbled), topics=by_name)
