@@ -31,7 +31,8 @@ table { border-collapse: separate; border-spacing: 2px; overflow-wrap: normal; }
 th { font-weight: 400; font-size: 12px; text-align: right; white-space: nowrap; }
 td { min-width: 20px; height: 20px; padding: 0; border-radius: 2px; background: var(--box);
   color: var(--back); font: 700 12px/1 system-ui, sans-serif; text-align: center; }
-.small td { min-width: 14px; height: 12px; } .small td, .small th { font-size: 10px; }
+.small { border-spacing: 1px; } .small td { min-width: 12px; height: 12px; }
+.small td, .small th { font-size: 10px; padding: 0; }
 tr:first-child th { text-align: center; color: var(--dim); }
 .legend { display: flex; flex-wrap: wrap; gap: .3rem 1.2rem; list-style: none; padding: 0; }
 .legend b { display: inline-block; width: 1.3em; text-align: center; border-radius: 3px;
@@ -62,7 +63,7 @@ _PAGE: Final = """\
 <ul class="legend">
 {% for result, (letter, meaning) in legend.items() %}<li><b style="background:var(--{{ result }})">{{ letter or "\u00a0" }}</b>{{ meaning }}</li>
 {% endfor %}</ul><div class="scroll"><table class="{{ size }}">
-<tr><th></th>{% for node in nodes %}<th>{{ node }}</th>{% endfor %}</tr>
+<tr><th></th>{% for node in nodes %}<th>{{ "" if size and loop.index0 % 4 else node }}</th>{% endfor %}</tr>
 {% for source in nodes %}<tr><th>{{ source }}\u2002{{ report.matrix.hostnames[source] | printable }}</th>
 {% for target in nodes %}{% set cell = cells.get((source, target)) %}
 <td{% if cell %} style="background:var(--{{ cell.result }})" title="{{ cell.title | printable }}">{{ legend[cell.result][0] }}{% else %}>{% endif %}</td>
