@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, overload
@@ -94,20 +93,20 @@ def derive_generator(*words: int) -> torch.Generator:
 class WorkerInit:
     """Seeds a DataLoader worker by (seed, epoch, rank, worker), then runs the user's function.
 
-    A class rather than a closure, because spawned workers receive it pickled.
+    With `progress`, workers follow the epoch of the main process. A class rather than a closure, because spawned
+    workers receive it pickled.
     """
 
-    def __init__(self, seed: int, user_fn: Callable[[int], object] | None) -> None:
+    def __init__(
+        self,
+        seed: int,
+        user_fn: Callable[[int], object] | None,
+        progress: SharedProgress | None = None,
+    ) -> None:
         self.seed = seed
         self.user_fn = user_fn
-        self._progress: SharedProgress | None = None
+        self._progress = progress
         self._rank = current_replica().rank
-
-    def with_progress(self, progress: SharedProgress) -> WorkerInit:
-        """Return a copy for workers that follow the epoch of the main process."""
-        init = copy.copy(self)
-        init._progress = progress  # noqa: SLF001 - of the same class
-        return init
 
     def __call__(self, worker_id: int) -> None:
         """Run in the worker, before it reads anything."""

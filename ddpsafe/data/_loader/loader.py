@@ -393,7 +393,7 @@ class DataLoader(OpenDataLoader[T_co]):
             parts, requested=self.multiprocessing_context, safety=self.worker_safety
         )
         if isinstance(init, WorkerInit) and self._progress is not None:
-            wrapped["worker_init_fn"] = init.with_progress(self._progress)
+            wrapped["worker_init_fn"] = WorkerInit(init.seed, init.user_fn, self._progress)
             if not is_pipe:
                 wrapped["dataset"] = FollowedDataset(
                     self.dataset, self.collate_fn, self._progress, tracker
