@@ -211,22 +211,6 @@ def clean_environment() -> dict[str, str]:
     return {**inherited, "PYTHONPATH": os.pathsep.join(path)}
 
 
-def run_with_input(
-    command: list[str], *, folder: Path, given: str, env: Mapping[str, str]
-) -> subprocess.CompletedProcess[str]:
-    """Run ``python COMMAND`` in a new interpreter, whose ranks are new ones too, with a standard input."""
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=folder,
-        input=given,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=LIMIT_S,
-        env={**os.environ, **SPAWNING, **env},
-    )
-
-
 def wait_until(
     condition: Callable[[], object],
     *,

@@ -730,13 +730,9 @@ def test_the_idioms_of_scripts_are_as_under_torchrun(tmp_path: Path) -> None:
     found: dict[str, list[dict[str, str]]] = {}
     for launcher in (["torch.distributed.run"], ["ddpsafe", "run"]):
         options = ["--nproc-per-node", "2", "sub/idioms.py", "--lr", "0.1"]
-        done = scripts.run_with_input(
-            ["-m", *launcher, *options],
-            folder=tmp_path,
-            given="hello\n",
-            env={"SEEN": launcher[-1]},
-        )
-        assert done.returncode == 0, done.stderr
+        command, env = ["-m", *launcher, *options], {**scripts.SPAWNING, "SEEN": launcher[-1]}
+        done = scripts.Script(command, folder=tmp_path, text="hello\n", env=env).end()
+        assert done.code == 0, done.err
         found[launcher[-1]] = [
             json.loads((tmp_path / f"{launcher[-1]}-{rank}.json").read_text()) for rank in (0, 1)
         ]
