@@ -8,14 +8,12 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import scripts
-from machine import require_in_time
 from slurm_cluster import Cluster, require_slurm, started_cluster
 
 from ddpsafe._commands.template import read_template
@@ -341,34 +339,7 @@ def test_the_template_requeues_a_job_that_has_lost_a_node(
         shutil.rmtree(left)  # left by the node without power; its disk is this machine's
 
 
-def launchers(folder: Path, call: str, *options: str) -> list[str]:
-    """Write a script for ``ddpsafe run`` that runs one of the stop programs; return the command."""
-    source = f"""
-        from pathlib import Path
-        import ddpsafe
-        import stop_programs as programs
-
-        if __name__ == "__main__":
-            folder = Path({str(folder)!r})
-            ddpsafe.launch(programs.{call})
-    """
-    script = scripts.write(folder, "script.py", source)
-    run = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node=1", f"--run-dir={folder}/run"]
-    return [*run, *options, str(script)]
-
-
 STEP: Final = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0")
-
-
-@pytest.mark.soak  # also in tests/nodes/test_loss.py, and by a warning in the test of the template
-def test_a_cancelled_job_of_launchers_saves_on_every_node(slurm: Cluster, tmp_path: Path) -> None:
-    """``scancel`` sends SIGTERM to the launchers of all nodes at once, which is one request at one step."""
-    command = [*STEP, *launchers(tmp_path, "train_in_step, (folder,)")]
-    job = slurm.submit(tmp_path, shlex.join(command), "-N2", "--ntasks-per-node=1")
-    await_ranks(tmp_path, 2)
-    slurm.run("scancel", str(job))
-    slurm.await_end(job, "CANCELLED")
-    require_saved(tmp_path, 2)
 
 
 @pytest.mark.full
@@ -415,32 +386,3 @@ def test_two_jobs_on_the_same_nodes_are_independent(slurm: Cluster, tmp_path: Pa
         r"rank 1 \(node 1 'n1', local rank 0, world_size 2\) raised ValueError", output
     )
     assert len(told) == 2
-
-
-@pytest.mark.soak  # tests/nodes/test_loss.py covers the loss of a node; this test adds Slurm
-def test_a_node_without_power_is_named_long_before_slurm_notices(tmp_path: Path) -> None:
-    """The launcher of the other node names it in seconds; Slurm waits for its ``SlurmdTimeout``."""
-    require_slurm()
-    with started_cluster(2) as cluster:
-        command = launchers(tmp_path, "train_in_step, (folder,)")
-        step = cluster.start_command(*STEP, *command)
-        await_ranks(tmp_path, 2)
-        cluster.power_off(1)
-        off_s = time.monotonic()
-        assert step.stdout is not None
-        lines: list[str] = []
-        for line in step.stdout:
-            lines.append(line)
-            if "was lost" in line:
-                break
-        require_in_time(time.monotonic() - off_s, 5.0, "the loss is named")
-        assert "node 1 ('n1', rank 1 of world_size 2) was lost" in lines[-1], "".join(lines)
-        assert cluster.run("sinfo", "-h", "-n", "n1", "-p", "low", "-o", "%T").strip("*\n") in (
-            "allocated",
-            "mixed",
-        )
-    step.communicate(
-        timeout=scripts.LIMIT_S
-    )  # srun would wait for the node, but ended with its cluster
-    for left in Path(tempfile.gettempdir()).glob("ddpsafe-*"):
-        shutil.rmtree(left)  # left by the node without power; its disk is this machine's
