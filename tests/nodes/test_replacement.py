@@ -416,16 +416,6 @@ def test_ten_failed_attempts_are_followed_by_a_successful_one(
     assert len(list(tmp_path.glob("fault-kills-*"))) == good
 
 
-@pytest.mark.full
-def test_an_exception_of_a_retried_type_is_retried_from_any_node(
-    network: Network, tmp_path: Path
-) -> None:
-    """Its type is checked where it was raised, because the exception does not travel."""
-    case = Case(name="raises", what="raise-until-2", rank=1, fields={"retry": TWELVE})
-    nodes = run_job(network, [case], tmp_path, nproc=(1, 1))
-    assert [results["raises"]["attempts"] for results in nodes] == [2, 2]
-
-
 HANDLE: Final = """
 import socket, sys, time
 from pathlib import Path
