@@ -343,12 +343,6 @@ def seed(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def take_another_branch(ctx: RankContext) -> None:
-    """Rank 0 skips what the others do, and no rank catches the result."""
-    if not ctx.is_main:
-        ctx.rank_zero_first(str)
-
-
 def act_before_setup() -> dict[str, BaseException]:
     """Call what needs other ranks while RANK and WORLD_SIZE are set but no group exists."""
     ctx = ddpsafe.current()
