@@ -22,8 +22,6 @@ from ddpsafe._job import peers
 from ddpsafe._job.control import Control
 from ddpsafe.checkpoint import Checkpointer
 
-SOON: Any = {"backoff_initial": 0, "jitter": 0}
-
 
 @pytest.fixture(scope="module")
 def disagreement(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
@@ -205,16 +203,6 @@ def test_ranks_agree_when_a_save_is_due(disagreement: dict[int, dict[str, Any]])
 def assert_close(ours: Any, theirs: Any) -> None:
     """Compare nested lists of numbers."""
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.full
-def test_retries_without_progress_stop(tmp_path: Path) -> None:
-    """A checkpoint that kills every process that loads it does not use up a hundred attempts."""
-    retry = ddpsafe.RetryPolicy(on={"killed"}, attempts=100, **SOON)
-    with pytest.raises(ddpsafe.RankKilledError, match="2 attempts in a row got no further"):
-        programs.run_ranks(
-            programs.never_get_on, tmp_path / "c", ranks=1, retry=retry, run_dir=tmp_path / "run"
-        )
 
 
 NEEDS_FSDP2_ON_CPUS: Final = pytest.mark.skipif(

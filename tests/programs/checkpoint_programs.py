@@ -419,21 +419,6 @@ def save_large_shards(ctx: ddpsafe.RankContext, directory: Path) -> dict[str, An
         return caught(checkpointer.save, {"model": model}, 1)
 
 
-def never_get_on(ctx: ddpsafe.RankContext, directory: Path) -> None:
-    """Restore, and die before the next step, in every attempt but the first."""
-    training = Training(ctx)
-    with Checkpointer(directory) as checkpointer:
-        begun = checkpointer.restore(training.state)
-        if begun is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        def after(step: int) -> None:
-            checkpointer.save(training.state, step)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        training.run(1, 0, after)
-
-
 class Picky:
     """An object that refuses its state on one rank."""
 

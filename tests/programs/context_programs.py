@@ -166,15 +166,6 @@ def reduce_nonsense(ctx: RankContext) -> dict[str, Any]:
     }
 
 
-def pass_what_cannot_travel(ctx: RankContext, folder: Path) -> float:
-    """Pass an unpicklable object on rank 1 while another rank is in the collective."""
-    (folder / f"called-{ctx.rank}").touch()
-    if ctx.rank == 1:
-        scripts.wait_until((folder / "called-0").exists)
-    ctx.all_gather({"loss": 1.0, "schedule": (lambda: 0) if ctx.rank == 1 else None})
-    return ctx.reduce_mean(1.0)
-
-
 def survive_what_cannot_travel(ctx: RankContext) -> dict[str, str]:
     """On rank 1, pass what cannot be reduced or sent, catch and return the errors, and continue."""
     wrong: dict[str, Callable[[], object]] = {
