@@ -195,14 +195,6 @@ def test_the_command_exits_with_the_ranks_exit_code(tmp_path: Path) -> None:
     assert "cli.py" not in done.err
 
 
-def test_a_missing_module_starts_no_rank(tmp_path: Path) -> None:
-    """Like a missing script, it is a usage error."""
-    done = run(tmp_path, "--nproc-per-node", "2", "-m", "nosuchmod.train")
-    assert (done.code, done.out) == (2, "")
-    assert "There is no module 'nosuchmod'" in done.err
-    assert "Traceback" not in done.err
-
-
 # A script that torchrun runs: no main guard, workers with a lambda.
 UNGUARDED = """
 import multiprocessing, sys
@@ -343,6 +335,7 @@ REFUSED: list[Any] = [
     ("--timeout 3 train.py", "there is no option --timeout; did you mean --timeouts.attempt?"),
     ("--retry 3 train.py", "there is no option --retry; did you mean --retry.attempts?"),
     ("trian.py", "did you mean train.py?"),
+    ("--nproc-per-node 2 -m nosuchmod.train", "There is no module 'nosuchmod'"),
     ("python train.py", "leave that word out"),
     (".", "no directory with a __main__.py"),
     ("--no-python -m train", "exclude each other"),
