@@ -31,7 +31,6 @@ from ddpsafe.checkpoint._state import Snapshot
 from ddpsafe.checkpoint.errors import CheckpointWarning, RestoreError, SaveError, SaveTimeoutError
 
 DIRECTORY: Final = Path("/checkpoints")
-LIMIT: Final = 60
 MAX_GROWTH_BYTES: Final = 20 << 20
 COSTS: Final = Costs(0.01, 0.5, 100.0, 0.1)
 

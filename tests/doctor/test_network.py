@@ -33,10 +33,17 @@ def one_of_two(endpoint: str) -> dict[str, Any]:
     return {"nnodes": 2, "node_rank": 1, "rendezvous": {"endpoint": endpoint}}
 
 
+OF_LAUNCHERS: Final = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
+    *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"),
+)
+
+
 @pytest.fixture(autouse=True)
-def _nothing_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in OF_LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
 
 
 # Interfaces.
@@ -327,16 +334,6 @@ def test_fix_fits_the_place_where_the_variable_was_set(
     assert any(each.startswith(line) for each in lines_to_copy({"fix": found.fix})), found.fix
 
 
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-
-
-@pytest.fixture(autouse=True)
-def _no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in NAMES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
 def worst(report: Report, code: str) -> Finding:
     """Return the worst finding of a code."""
     return next(finding for finding in report.findings if finding.code == code)
@@ -381,7 +378,7 @@ def test_variable_is_reported_and_the_copied_fix_repairs_it(
     script = "\n".join([*lines, "env -0"])
     shell = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
     after = dict(entry.split("=", 1) for entry in shell.stdout.split("\0") if "=" in entry)
-    for name in variables.keys() | NAMES:
+    for name in variables.keys() | OF_LAUNCHERS:
         monkeypatch.delenv(name, raising=False)
         if name in after:
             monkeypatch.setenv(name, after[name])

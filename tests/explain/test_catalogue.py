@@ -22,8 +22,6 @@ from ddpsafe._explain.catalogue import AREAS, built_in, pack
 from ddpsafe._explain.reader import explain_text
 from ddpsafe._explain.rule_files import check_together, find_slow, read_rule_files
 
-HERE: Final = Path(__file__).parent
-
 
 def test_every_rule_is_complete_and_finds_its_examples() -> None:
     """Each file fits the model, and each of two thousand logs leads to the rule that it stands beside."""
