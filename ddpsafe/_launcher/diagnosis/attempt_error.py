@@ -568,6 +568,8 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         details.append(raised.dead_worker)
     if raised.held:
         details.append(f"held: {raised.held}")
+    if _has_closed_pipe(root):
+        details.append("read from its log: the script had closed the pipe for it (os.closerange?)")
     # A GPU that has failed mostly says so in the kernel's log only.
     if kind == "hardware":
         details += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)
@@ -583,6 +585,11 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
     set_cause(error, raised)
     return error
+
+
+def _has_closed_pipe(root: RankOutcome) -> bool:
+    """Return whether a rank could not report how it ended."""
+    return root.stderr is not None and unreported_mark(root.stderr).exists()
 
 
 def set_cause(error: LaunchError, raised: Raised) -> None:
@@ -672,7 +679,7 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     elif root.phase == "starting":
         likely = "the script failed while the new process imported it; its output is above"
         fix = "fix the error in the traceback above; a rank imports the script from its first line."
-    elif root.stderr is not None and unreported_mark(root.stderr).exists():
+    elif _has_closed_pipe(root):
         what = "the error below" if code else ended.returned
         likely = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
         fix = "close only what the script has opened, and fix the error below if there is one."
