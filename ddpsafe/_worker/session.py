@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _CONNECT: Final = timedelta(minutes=5)
+_NEW_GROUP: Final = "new-group"
 _RENUMBERED: Final = "control/renumbered"
 _MIN_REOPEN: Final = timedelta(seconds=1)
 _DIAL_S: Final = 1.0
@@ -70,12 +71,16 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
     Raises:
         ConfigError: The members differ.
     """
+    import torch.distributed as dist
+
     control = None if this_rank.context is None else this_rank.context.control
     if control is None:
         yield
         return
     own = own_line_of(traceback.extract_stack())
-    name = control.next_use("new-group")
+    name = control.next_use(_NEW_GROUP)
+    number = int(name.rpartition("/")[2]) + 1
+    control.waits.do(_NEW_GROUP, number)
     fact = json.dumps([this_rank.world.rank, ranks, own])
     first = control.store.compare_set(f"control/{name}", "", fact)
     rank, members, where = json.loads(bytes(first))
@@ -91,7 +96,19 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
         )
     if not keeps_number:
         control.store.set(_RENUMBERED, "yes")
-    yield
+    # gloo connects the members to each other there, and torch's recorder knows nothing of that.
+    waits = (
+        keeps_number
+        and not this_rank.has_renumbered
+        and this_rank.world.rank in ranks
+        and "gloo" in dist.get_backend_config()
+    )
+    with (
+        control.waits.inside(_NEW_GROUP, number, "new_group", ranks)
+        if waits
+        else contextlib.nullcontext()
+    ):
+        yield
     # torch's call has ended, so all ranks have come to this one.
     this_rank.has_renumbered = control.is_set(_RENUMBERED)
 

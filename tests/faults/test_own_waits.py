@@ -48,6 +48,11 @@ ROWS = {
         ("rank 1 is in barrier 'one'", "ranks 0 and 2 are in barrier 'all'"),
         "in the same order",
     ),
+    "new group": Row(
+        0,
+        ("rank 0 is in all_reduce number ", "ranks 1 and 2 are in new_group"),
+        "in the same order",
+    ),
     "save": Row(
         0,
         ("rank 0 is in save() of /", "ranks 1 and 2 are in broadcast number "),
@@ -101,14 +106,19 @@ def test_two_saves_into_different_directories_are_told_apart(tmp_path: Path) -> 
     assert f"| rank 1 is in save() of {tmp_path}/second" in str(error)
 
 
-@pytest.mark.full
-def test_a_rank_that_has_returned_before_a_barrier_is_blamed(tmp_path: Path) -> None:
-    """It reaches no further barrier, so the others do not wait for the timeout."""
+@pytest.mark.full(but=["return before new group-new_group"])
+@pytest.mark.parametrize(
+    ("how", "call"), [("return", "barrier 'end'"), ("return before new group", "new_group")]
+)
+def test_a_rank_that_has_returned_before_a_barrier_is_blamed(
+    tmp_path: Path, how: str, call: str
+) -> None:
+    """It reaches no further one, nor a group of which it is a member: the others wait for no timeout."""
     error = World(folder=tmp_path, ranks=3).launch_fails(
-        ddpsafe.RankLeftEarlyError, programs.part_ways, "return", within_s=PROVED_S
+        ddpsafe.RankLeftEarlyError, programs.part_ways, how, within_s=PROVED_S
     )
     require_rank(error, 1)
-    assert "waits in barrier 'end' for rank" in str(error)
+    assert f"waits in {call} for rank" in str(error)
 
 
 @pytest.mark.full(but=["order"])

@@ -263,7 +263,7 @@ def part_ways(ctx: RankContext, folder: Path, how: str) -> None:
     model = ctx.wrap(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
     for _ in range(3):
         model(torch.randn(8, 4)).square().mean().backward()
-    is_odd = ctx.rank == (1 if how in ("skipped save", "two barriers", "return") else 0)
+    is_odd = ctx.rank == ("return" in how or how in ("skipped save", "two barriers"))
     if is_odd:
         mark(folder)
     if how == "evaluation":
@@ -287,6 +287,13 @@ def part_ways(ctx: RankContext, folder: Path, how: str) -> None:
     elif how == "return":
         if not is_odd:
             ctx.barrier("end")
+    elif how == "new group":
+        if is_odd:
+            dist.all_reduce(torch.ones(1))  # stuck here
+        dist.new_group([0, 1, 2])  # stuck here
+    elif how == "return before new group":
+        if not is_odd:
+            dist.new_group([0, 1, 2])
     else:
         with Checkpointer(folder / "checkpoints") as checkpointer:
             if is_odd == (how == "save"):
