@@ -49,7 +49,7 @@ def handle_checkpoints(options: Namespace) -> int:
 
 def _list(options: Namespace) -> int:
     rows: list[dict[str, Any]] = []
-    for step, folder in _find(options.directory):
+    for step, folder in _require_some(options.directory):
         try:
             rows.append(asdict(read_info(folder)) | {"damage": None})
         except RestoreError as error:  # noqa: PERF203 - a damaged checkpoint is listed as damaged

@@ -60,7 +60,9 @@ def explain_logs(options: argparse.Namespace) -> int:
                     with path.open("rb") as stream:
                         reader.read(stream)
             except OSError as error:  # noqa: PERF203 - a file costs far more
-                complain(f"ddpsafe explain: {error.filename} cannot be read: {error.strerror}")
+                complain(
+                    f"ddpsafe explain: {error.filename or path} cannot be read: {error.strerror}"
+                )
                 # Files of a folder may vanish or be unreadable; one that was named must not.
                 if str(path) in options.logs:
                     return USAGE
