@@ -519,7 +519,10 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
         behaviour="is stopped",
         advice=(
             "SIGSTOP was sent to it, or a debugger or a container runtime froze it.",
-            "kill -CONT {pid} would have resumed it; find out what stops processes on {host}.",
+            (
+                "kill -CONT {pid} would have resumed it; find out what stops processes on {host}. With "
+                "timeouts.collective set, the others wait for it that long."
+            ),
         ),
     ),
     "returned-behind": _RETURNED,
