@@ -629,7 +629,7 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             advice = _SWALLOWED
         details += handled
         passed = {out.rank: call for out, call in cause.evidence.calls}
-        if len({call.dtypes for call in passed.values()}) > 1:
+        if len({call.dtypes for call in passed.values()} - {""}) > 1:
             advice = _OTHER_DTYPES
             details += [f"rank {rank} passed {call.inputs}" for rank, call in passed.items()]
         details += positions(

@@ -836,8 +836,14 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
     entered = of_recorder or named
     # Shapes and dtypes tell nothing once the collective has ended on every rank; one that has failed counts as done.
     under_way = not all(call.done and not is_peer_origin(out.origin) for out, call in entered)
+    has_dtypes = all(call.dtypes for _, call in entered)
     calls = [
-        (out, (call.name, (call.sizes, call.dtypes) if under_way and call.has_one_size else ()))
+        (
+            out,
+            (call.name, call.sizes, call.dtypes if has_dtypes else "")
+            if under_way and call.has_one_size
+            else (call.name,),
+        )
         for out, call in entered
     ]
     counts = Counter(call for _, call in calls)
