@@ -21,6 +21,10 @@ ADVICE: Final[dict[str, tuple[str, str]]] = {
         "a low limit of open files (ulimit -n), or files and sockets that this process keeps open.",
         "raise it with  ulimit -n {files}  or close some of them.",
     ),
+    "DS-DISK-read-only": (
+        "a mount that went read-only after a disk error, or a path on a read-only volume of a container.",
+        "write elsewhere;  mount | grep '(ro'  shows what is read-only, dmesg why the kernel made it so.",
+    ),
     "DS-END-sigkill": (
         "the kernel's out-of-memory killer, a container's memory limit, or a kill -9 by hand.",
         "see dmesg on {host}; lower num_workers or the batch size, or raise the memory limit.",

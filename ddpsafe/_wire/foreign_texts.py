@@ -190,6 +190,7 @@ _FULL_DISK: Final = re.compile(
     r"|No space left on device|Disk quota exceeded|\bFile too large",
     re.IGNORECASE | re.DOTALL,
 )
+_READ_ONLY: Final = re.compile(r"Read-only file system")
 _FULL_SHARED_MEMORY: Final = re.compile(
     # torch's allocator of shared files; its worker of a DataLoader quotes that in an error of its own.
     r"(?:shared memory|unable to (?:resize|write to) file </torch_).{0,200}No space left"
@@ -335,6 +336,11 @@ def find_signal_of_worker(line: str) -> int:
 def is_full_disk(line: str) -> bool:
     """Return whether a file could not be written because of a full disk, a quota or a size limit."""
     return _FULL_DISK.search(line) is not None
+
+
+def is_read_only(line: str) -> bool:
+    """Return whether a file could not be written because its file system is mounted read-only."""
+    return _READ_ONLY.search(line) is not None
 
 
 def is_full_shared_memory(line: str, file: str) -> bool:

@@ -1008,6 +1008,12 @@ KINDS: Final = [
     of_kind("a full disk in a file of the script's",
         raising(OSError(errno.ENOSPC, "No space left on device")), "user-error", "running",
         "no room to write"),
+    of_kind("a read-only file system in torch.save",
+        raising(RuntimeError("[enforce fail at inline_container.cc:747] . open file failed with strerror: "
+        "Read-only file system")), "user-error", "running", "after a disk error", "dmesg"),
+    of_kind("a read-only file system in a file of the script's, or of numpy's",
+        raising(OSError(errno.EROFS, "Read-only file system", "/outputs/last.npy")), "user-error", "running",
+        "after a disk error", "dmesg"),
     of_kind("a full /dev/shm in torch's allocator",
         raising(RuntimeError("unable to allocate shared memory(shm) for file </torch_6947_4020290523_0>: "
         "No space left on device (28)")), "user-error", "running", "--shm-size"),

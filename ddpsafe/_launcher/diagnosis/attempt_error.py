@@ -182,6 +182,7 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
         "no room to write: the disk, a quota, or a limit on the size of files (ulimit -f) is full.",
         "make room or write elsewhere (df -h, quota, ulimit -f); what was written is incomplete.",
     ),
+    "read-only": ADVICE["DS-DISK-read-only"],
     "pipe": (
         "what read the other end has ended: a program that this rank had started, or a server.",
         'see the program\'s exit code and output; if it is a server: RetryPolicy(on={"network"}) tries again.',

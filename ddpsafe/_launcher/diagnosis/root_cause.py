@@ -33,6 +33,7 @@ from ddpsafe._wire.foreign_texts import (
     has_no_descriptors,
     is_full_disk,
     is_full_shared_memory,
+    is_read_only,
     is_unfinished_reduction,
     says_worker_exited,
 )
@@ -885,8 +886,9 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 
 
 Topic = Literal[
-    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk", "pipe"
-]
+    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk", "read-only",
+    "pipe",
+]  # fmt: skip
 """What an exception is about, if there is special advice for it whatever its kind."""
 
 
@@ -912,7 +914,9 @@ def find_topic(raised: Raised) -> Topic | None:
     files = _FILE.findall(raised.traceback)
     if is_full_shared_memory(line, files[-1] if files else ""):
         return "shared-memory"
-    return "disk" if is_full_disk(line) else None
+    if is_full_disk(line):
+        return "disk"
+    return "read-only" if is_read_only(line) else None
 
 
 _LOST_WORKER: Final = re.compile(
