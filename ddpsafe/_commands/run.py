@@ -302,9 +302,7 @@ def _require_target(options: Namespace) -> str:
         if Path(name).name.startswith("python"):
             advice = "every rank runs the script with this Python already; leave that word out."
         if Path(name).exists():
-            message = (
-                f"{name!r} is no file that each rank can read, and no directory with a __main__.py."
-            )
+            message = f"{name!r} is neither a file that each rank can read nor a directory with a __main__.py."
             raise ConfigError(message)
         raise ConfigError(f"There is no script {name!r} in {Path.cwd()}; {advice}")
     return str(Path(name).absolute())

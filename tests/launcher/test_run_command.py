@@ -337,7 +337,7 @@ REFUSED: list[Any] = [
     ("trian.py", "did you mean train.py?"),
     ("--nproc-per-node 2 -m nosuchmod.train", "There is no module 'nosuchmod'"),
     ("python train.py", "leave that word out"),
-    (".", "no directory with a __main__.py"),
+    (".", "nor a directory with a __main__.py"),
     ("--no-python -m train", "exclude each other"),
     ("--no-python ./no-such-program", "There is no program './no-such-program'"),
 ]
