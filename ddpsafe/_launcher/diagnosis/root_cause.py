@@ -886,9 +886,15 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 
 
 Topic = Literal[
-    "port", "worker-exit", "unfinished-reduction", "descriptors", "shared-memory", "disk", "read-only",
+    "port",
+    "worker-exit",
+    "unfinished-reduction",
+    "descriptors",
+    "shared-memory",
+    "disk",
+    "read-only",
     "pipe",
-]  # fmt: skip
+]
 """What an exception is about, if there is special advice for it whatever its kind."""
 
 
