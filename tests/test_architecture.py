@@ -436,7 +436,7 @@ BUDGETS: Final = {
     "ddpsafe/_config": (2_390, "42 fields from four sources, each problem with its place"),
     "ddpsafe/_explain": (2_630, "reads any log once, in any launcher's form; the rules are data"),
     "ddpsafe/_job": (3_120, "the channel, the endpoint and the network that all parts use"),
-    "ddpsafe/_launcher": (11_380, "52 rows of guarantees.md: start, watch, diagnosis, report"),
+    "ddpsafe/_launcher": (11_400, "52 rows of guarantees.md: start, watch, diagnosis, report"),
     "ddpsafe/_launcher/nodes": (4_920, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_730, "what crosses a process, as plain data"),
     "ddpsafe/_worker": (5_940, "what runs in a rank: the context, hooks in torch, waits"),
