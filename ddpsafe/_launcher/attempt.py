@@ -128,13 +128,14 @@ def run_attempt(
 
 def outcomes_of(processes: Sequence[RankProcess]) -> dict[int, RankOutcome]:
     """Return what became of the ranks of this node; those still running are about to be ended."""
-    outcomes = [process.outcome() for process in processes]
-    return {
-        outcome.rank: rank_readings.with_printed_end(
-            replace(outcome, status="stopped") if outcome.status == "running" else outcome
-        )
-        for outcome in outcomes
-    }
+    outcomes = {}
+    for process in processes:
+        outcome = process.outcome()
+        if outcome.status == "running":
+            outcome = replace(outcome, status="stopped")
+        seen = None if process.reading is None else process.reading.printed
+        outcomes[process.rank] = rank_readings.with_printed_end(outcome, seen)
+    return outcomes
 
 
 class EndRanks(Protocol):

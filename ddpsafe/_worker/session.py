@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 
 _CONNECT: Final = timedelta(minutes=5)
-_NEW_GROUP: Final = "new-group"
 _RENUMBERED: Final = "control/renumbered"
 _MIN_REOPEN: Final = timedelta(seconds=1)
 _DIAL_S: Final = 1.0
@@ -78,9 +77,7 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
         yield
         return
     own = own_line_of(traceback.extract_stack())
-    name = control.next_use(_NEW_GROUP)
-    number = int(name.rpartition("/")[2]) + 1
-    control.waits.do(_NEW_GROUP, number)
+    name = control.next_use("new-group")
     fact = json.dumps([this_rank.world.rank, ranks, own])
     first = control.store.compare_set(f"control/{name}", "", fact)
     rank, members, where = json.loads(bytes(first))
@@ -96,18 +93,15 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
         )
     if not keeps_number:
         control.store.set(_RENUMBERED, "yes")
-    # gloo connects the members to each other there, and torch's recorder knows nothing of that.
-    waits = (
-        keeps_number
-        and not this_rank.has_renumbered
-        and this_rank.world.rank in ranks
-        and "gloo" in dist.get_backend_config()
-    )
-    with (
-        control.waits.inside(_NEW_GROUP, number, "new_group", ranks)
-        if waits
-        else contextlib.nullcontext()
-    ):
+    with contextlib.ExitStack() as stack:
+        is_member = this_rank.world.rank in ranks and "gloo" in dist.get_backend_config()
+        if is_member and keeps_number and not this_rank.has_renumbered:
+            # gloo connects the members to each other there, and torch's recorder knows nothing of that. Members of
+            # other groups are in other calls meanwhile, so each list of members counts for itself.
+            key = f"new-group {[*ranks]}"
+            number = control.waits.done.get(key, 0) + 1
+            control.waits.do(key, number)
+            stack.enter_context(control.waits.inside(key, number, "new_group", ranks))
         yield
     # torch's call has ended, so all ranks have come to this one.
     this_rank.has_renumbered = control.is_set(_RENUMBERED)

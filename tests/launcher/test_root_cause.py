@@ -35,6 +35,7 @@ from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, Wait
 from ddpsafe._launcher.processes.rank_process import StackReading
 from ddpsafe._wire.exception_facts import PointToPoint, note_wait
+from ddpsafe._wire.foreign_texts import find_printed_error
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
 from ddpsafe._wire.payload import CannotTravelError
 from ddpsafe.checkpoint.errors import NoSpaceError
@@ -1395,27 +1396,36 @@ PROGRAM: Final = exited(1) | {
 }
 
 
+OF_THIS: Final = ("ValueError", "no label\nfor sample 17", "own")
+LOST_BY_TORCH: Final = "".join(f"[rank1]: {line}\n" for line in LOST.splitlines())
+
+
 @pytest.mark.parametrize(
     ("facts", "said", "found"),
     [
-        (exited(1), BROKE, ("ValueError", "no label", "own")),
-        (exited(1), f"{BROKE}[W711] a line of torch's log\n", ("ValueError", "no label", "own")),
-        (exited(1), BROKE + LOST, ("RuntimeError", "Connection closed by peer [::1]", "peer-lost")),
+        (exited(1), BY_TORCH, OF_THIS),
+        (exited(1), f"{BY_TORCH}[W711] a line of torch's log\n", OF_THIS),
+        (
+            exited(1),
+            BROKE + LOST_BY_TORCH,
+            ("RuntimeError", "Connection closed by peer [::1]", "peer-lost"),
+        ),
+        (exited(1), BROKE, None),  # it may have been handled long ago
+        (exited(1), LOST, None),
         (exited(1), "nothing", None),
-        (exited(1), "Traceback (most recent call last):\n  File", None),
-        (exited(3), BROKE, None),
-        (killed(), BROKE, None),
-        (PROGRAM, BROKE, ("ValueError", "no label", "own")),
+        (exited(1), "[rank1]: Traceback (most recent call last):\n[rank1]:   File", None),
+        (exited(3), BY_TORCH, None),
+        (killed(), BY_TORCH, None),
+        (PROGRAM, BY_TORCH, OF_THIS),
         (PROGRAM, "nothing", ("SystemExit", "1", "own")),
-        (works(), BY_TORCH, ("ValueError", "no label\nfor sample 17", "own")),
-        (works(), f"{BY_TORCH}wandb: waiting", ("ValueError", "no label\nfor sample 17", "own")),
-        (works(), BROKE, None),  # it may have been handled
+        (works(), BY_TORCH, OF_THIS),
+        (works(), f"{BY_TORCH}wandb: waiting", OF_THIS),
+        (works(), BROKE, None),
         (
             works(),
             BY_TORCH.replace("[rank1]", "[rank0]"),
             None,
         ),  # of another job, which it has started
-        (works(number(3)), BY_TORCH, None),  # it would have reported it
         (exited(1), IN_LOADER, ("Timeout", "of faulthandler at /home/me/t.py:9 in load", "own")),
         (
             exited(1),
@@ -1424,17 +1434,23 @@ PROGRAM: Final = exited(1) | {
         ),
         (exited(1), f"{IN_LOADER}Killed\n", None),  # as with repeat=True
         (works(), IN_LOADER, None),
-        (raises(own), LOST, ("ValueError", "label 7 is out of range", "own")),
+        (raises(own), LOST_BY_TORCH, ("ValueError", "label 7 is out of range", "own")),
     ],
 )
 def test_a_printed_end_counts_where_a_rank_cannot_report_it(
     facts: Facts, said: str, found: tuple[str, ...] | None
 ) -> None:
-    """A program in the rank's place reports nothing, and neither does ``os._exit(1)`` in an ``except``."""
+    """A program in the rank's place reports nothing: torch's ``sys.excepthook`` shows what has ended it."""
     before = replace(outcome_of(1, facts), said=said)
-    outcome = with_printed_end(before)
+    outcome = with_printed_end(before, find_printed_error(said))
     raised = outcome.raised
     assert (raised and (raised.type_name, raised.message, raised.origin)) == found
     if raised is not None and raised is not before.raised:
         assert outcome.status == "raised"
         assert raised.where.startswith("/home/me/t.py:")
+
+
+def test_what_a_program_prints_as_it_is_ended_does_not_count() -> None:
+    """Its handler of SIGTERM may raise KeyboardInterrupt; it is a stopped rank, of which nothing was seen before."""
+    before = replace(outcome_of(1, works()), said=BY_TORCH)
+    assert with_printed_end(before, None) is before

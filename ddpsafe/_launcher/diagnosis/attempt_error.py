@@ -29,7 +29,11 @@ from ddpsafe._errors import (
     RankRaisedError,
     RendezvousTimeoutError,
 )
-from ddpsafe._launcher.diagnosis.rank_readings import CRASH, is_endless_recursion
+from ddpsafe._launcher.diagnosis.rank_readings import (
+    CRASH,
+    could_not_report,
+    is_endless_recursion,
+)
 from ddpsafe._launcher.diagnosis.root_cause import (
     CONCLUSIONS,
     find_passed,
@@ -51,7 +55,7 @@ from ddpsafe._wire.foreign_texts import (
     without_source,
 )
 from ddpsafe._wire.messages import CHECKPOINTS, DDP_EVALUATION, is_peer_origin
-from ddpsafe._wire.spec import read_log, unreported_mark
+from ddpsafe._wire.spec import read_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -569,7 +573,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         details.append(raised.dead_worker)
     if raised.held:
         details.append(f"held: {raised.held}")
-    if _has_closed_pipe(root):
+    if could_not_report(root):
         details.append("read from its log: the script had closed the pipe for it (os.closerange?)")
     # A GPU that has failed mostly says so in the kernel's log only.
     if kind == "hardware":
@@ -586,11 +590,6 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     error = RankRaisedError(message, **ended.rank_facts(root), kind=kind)
     set_cause(error, raised)
     return error
-
-
-def _has_closed_pipe(root: RankOutcome) -> bool:
-    """Return whether a rank could not report how it ended."""
-    return root.stderr is not None and unreported_mark(root.stderr).exists()
 
 
 def set_cause(error: LaunchError, raised: Raised) -> None:
@@ -680,7 +679,7 @@ def _exited_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     elif root.phase == "starting":
         likely = "the script failed while the new process imported it; its output is above"
         fix = "fix the error in the traceback above; a rank imports the script from its first line."
-    elif _has_closed_pipe(root):
+    elif could_not_report(root):
         what = "the error below" if code else ended.returned
         likely = f"{what}; the script had closed the pipe on which it is reported (os.closerange?)"
         fix = "close only what the script has opened, and fix the error below if there is one."

@@ -46,13 +46,14 @@ from ddpsafe._wire.messages import (
     RankOutcome,
     ThreadStack,
 )
-from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log
+from ddpsafe._wire.spec import STACKS_SIGNAL, open_log, read_log, unreported_mark
 from ddpsafe._world import is_inherited
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from ddpsafe._launcher.processes.rank_process import RankProcess
+    from ddpsafe._wire.foreign_texts import PrintedError
 
 _ANSWER_TIMEOUT: Final = timedelta(seconds=0.8)
 _SUSPEND_TIMEOUT: Final = timedelta(seconds=0.5)
@@ -250,7 +251,11 @@ def _complete(process: RankProcess, reading: RankReading) -> RankReading:
         stack=place.stack + waits_for,
         in_collective=True if is_queued or is_in_store else place.in_collective,
     )
-    return replace(reading, place=place, position=position)
+    printed = None
+    # A rank that has entered collectives where ddpsafe sees them also reports what it raises.
+    if not (process.position and process.position.collectives):
+        printed = find_printed_error(process.error_text())
+    return replace(reading, place=place, position=position, printed=printed)
 
 
 def _question(
@@ -585,25 +590,21 @@ def _frames_of(thread: str) -> list[Frame]:
     return [Frame(call["file"], int(call["line"]), call["name"]) for call in calls]
 
 
-def with_printed_end(outcome: RankOutcome) -> RankOutcome:
-    """Add how a rank ended that could only print it: a program in its place, or one that ended without its code.
+def with_printed_end(outcome: RankOutcome, seen: PrintedError | None) -> RankOutcome:
+    """Add how a rank ended that could only print it: a program in its place, or one that faulthandler ended.
 
     Such programs come from ``--no-python`` and exec. The one that broke often ends last, because the others lose
-    it while it is still in its exit functions. The other way is ``os._exit(1)``, which faulthandler calls too.
+    it while it is still in its exit functions: `seen` is what it had printed before its launcher began to end it.
     """
-    raised, position = outcome.raised, outcome.position
-    if raised is None:
-        has_ended = outcome.status == "exited" and outcome.exit_code == _EXIT_CODE_OF_ERROR
-        # A rank that has entered collectives where ddpsafe sees them also reports what it raises.
-        may_be_program = outcome.status == "stopped" and not (position and position.collectives)
-    else:
-        has_ended, may_be_program = (
-            raised.exit_code == _EXIT_CODE_OF_ERROR and not raised.where,
-            False,
-        )
-    if not (has_ended or may_be_program):
+    raised = outcome.raised
+    is_program = raised is not None and raised.exit_code == _EXIT_CODE_OF_ERROR and not raised.where
+    is_exit = raised is None and outcome.status == "exited"
+    text = ""
+    if is_program or (is_exit and outcome.exit_code == _EXIT_CODE_OF_ERROR):
+        text = outcome.error_text()
+        seen = find_printed_error(text)
+    elif raised is not None or outcome.status != "stopped":
         return outcome
-    text = outcome.error_text()
     end = Raised(
         type_name="Timeout",
         message="",
@@ -611,10 +612,10 @@ def with_printed_end(outcome: RankOutcome) -> RankOutcome:
         payload=None,
         phase=outcome.phase,
         where="",
-        position=position or Position(collectives=()),
+        position=outcome.position or Position(collectives=()),
         at_ns=outcome.ended_ns or time.monotonic_ns(),
     )
-    if has_ended and (over := _TIME_OVER.search(text)):
+    if over := _TIME_OVER.search(text):
         stacks = over["stacks"]
         place = read_frames(_main_thread(stacks) or _frames_of(_threads_of(stacks)[-1]))
         cause = (
@@ -630,22 +631,28 @@ def with_printed_end(outcome: RankOutcome) -> RankOutcome:
             origin="timeout" if place.in_collective else "own",
             explanation=Explanation(outcome.status, cause, _FIX_OF_FAULTHANDLER),
         )
-    elif (printed := find_printed_error(text)) and (has_ended or printed.rank == outcome.rank):
+    # Any other traceback may have been handled long ago.
+    elif seen is not None and (seen.rank == outcome.rank or could_not_report(outcome)):
         calls = [
             (call["file"], int(call["line"]), call["name"], "")
-            for call in PRINTED_CALL.finditer(printed.traceback)
+            for call in PRINTED_CALL.finditer(seen.traceback)
         ]
         end = replace(
             end,
-            type_name=printed.type_name,
-            message=printed.message,
-            traceback=printed.traceback,
+            type_name=seen.type_name,
+            message=seen.message,
+            traceback=seen.traceback,
             where=own_line_of(StackSummary.from_list(calls)),
-            origin=find_peer_origin(str(printed)) or "own",
+            origin=find_peer_origin(str(seen)) or "own",
         )
     else:
         return outcome
     return replace(outcome, status="raised", raised=end)
+
+
+def could_not_report(outcome: RankOutcome) -> bool:
+    """Return whether a rank had to write to its log how it ended: its script had closed the pipe."""
+    return outcome.stderr is not None and unreported_mark(outcome.stderr).exists()
 
 
 def count_oom_kills() -> int:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from mmap import mmap
     from multiprocessing.process import BaseProcess
 
+    from ddpsafe._wire.foreign_texts import PrintedError
     from ddpsafe._wire.messages import Message, Status, Unanswered
     from ddpsafe._wire.rank_pipe import Progress
     from ddpsafe._wire.spec import RankSpec
@@ -93,12 +94,14 @@ class RankReading:
         state: The state of its process, as psutil names it.
         position: Where it is in the sequence of collectives; ``None`` if it has not answered.
         native: What native code wrote before it ended the process.
+        printed: The error that it had printed by then, if it may be a program that cannot report one.
     """
 
     state: str = ""
     place: StackReading = StackReading()
     position: Position | None = None
     native: NativeError | None = None
+    printed: PrintedError | None = None
 
 
 class Sighting(NamedTuple):

@@ -127,7 +127,9 @@ class Tracker:
         if saved.get("iterator") is not None and is_stateful(iterator):
             if iterator is not dataset:
                 iterator.load_state_dict(saved["iterator"])
-        elif saved.get("dataset") is None:
+        elif (
+            saved and saved["dataset"] is None
+        ):  # else no further iter(), which restarts some streams
             collections.deque(itertools.islice(iterator, self._count), maxlen=0)
         skipped = (self._batch_size or 1) if worker < self.first_worker else 0
         self.first_worker = 0
