@@ -31,6 +31,11 @@ def workers_of(iterator: object) -> Sequence[BaseProcess]:
     return getattr(iterator, "_workers", None) or ()
 
 
+def is_expected(iterator: object, number: int) -> bool:
+    """Return whether a DataLoader's iterator still waits for a worker: not once that has read all of its part."""
+    return bool([*getattr(iterator, "_workers_status", ()), *[True] * (number + 1)][number])
+
+
 def keeps_workers(iterator: object) -> bool:
     """Return whether the workers outlive a pass over the data (``persistent_workers``)."""
     return bool(getattr(iterator, "_persistent_workers", False))

@@ -208,6 +208,8 @@ def test_an_iterator_of_the_loader_knows_its_workers() -> None:
     (worker,) = _torch_private.workers_of(iterator)
     assert worker.is_alive()
     assert _torch_private.keeps_workers(iterator)
+    assert _torch_private.is_expected(iterator, 0)
+    assert iterator._workers_status == [True]  # type: ignore[attr-defined]
     assert _torch_private.worker_limit_s(iterator) == 60
     assert _torch_private.find_awaited_worker(iterator) == 0
     _torch_private.end_of_workers(iterator)()

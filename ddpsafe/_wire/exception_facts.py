@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from ddpsafe._errors import DDPSafeError
 from ddpsafe._stdlib_private import end_as_interpreter
 from ddpsafe._text import signal_name
-from ddpsafe._torch_private import workers_of
+from ddpsafe._torch_private import is_expected, workers_of
 from ddpsafe._wire.foreign_texts import (
     find_kind,
     find_peer_origin,
@@ -40,7 +40,7 @@ from ddpsafe._wire.foreign_texts import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Iterator
     from types import FrameType, TracebackType
 
     from ddpsafe._errors import Origin
@@ -150,14 +150,16 @@ def read_peer(frame: FrameType) -> int | None:
     return peer if isinstance(peer, int) else None
 
 
-_WORKER_EXIT_WAIT_S: Final = 2.0
-"""A dying worker closes its connection first, and may still flush its queues; its exit code is waited for this long."""
+_WORKER_EXIT_WAIT_S: Final = 0.5
+"""A dying worker closes its connection first; its exit code is waited for this long."""
+_WORKER_FLUSH_WAIT_S: Final = 2.0
+"""The same for one that has removed its socket: it exits in order, and flushes its queues."""
 
 
 def dead_worker_of(exc: BaseException) -> str:
     """Return which worker of torch's DataLoader died and how, if the exception comes from one."""
     # torch itself reports "exited unexpectedly" or a reset connection, without the signal.
-    dead = _find_dead_worker(exc)
+    dead = _find_dead_worker(exc, waits=True)
     if dead is None:
         return ""
     number, worker = dead
@@ -192,22 +194,35 @@ def read_last_error() -> str:
 _TAIL_BYTES: Final = 1 << 14
 
 
-def _find_dead_worker(exc: BaseException) -> tuple[int, BaseProcess] | None:
-    tb = None if isinstance(exc, DDPSafeError) else exc.__traceback__
-    workers: Sequence[BaseProcess] = ()
-    for frame, _ in traceback.walk_tb(tb):
-        if frame.f_code.co_filename.endswith(_DATALOADER) and not workers:
-            workers = workers_of(frame.f_locals.get("self"))
+def _find_dead_worker(exc: BaseException, *, waits: bool = False) -> tuple[int, BaseProcess] | None:
+    # What a worker has raised, torch raises again in the rank: that is no sign of the worker's end.
+    if isinstance(exc, DDPSafeError) or text_of(exc).startswith("Caught "):
+        return None
+    iterator: object = None
+    for frame, _ in traceback.walk_tb(exc.__traceback__):
+        if frame.f_code.co_filename.endswith(_DATALOADER) and not workers_of(iterator):
+            iterator = frame.f_locals.get("self")
+    workers = workers_of(iterator)
     # A worker that exits removes the socket of what it has sent before it is read, a file without a name.
-    is_its_end = isinstance(exc, (ConnectionError, EOFError)) or (
-        isinstance(exc, FileNotFoundError) and exc.filename is None
-    )
-    if workers and is_its_end:
-        connection.wait([worker.sentinel for worker in workers], _WORKER_EXIT_WAIT_S)
-    # Else a worker that has come to the end of its stream may have exited with 0.
-    is_its_end |= find_kind(line_of(exc, MAX_MESSAGE)) == "killed"
+    is_flushing = isinstance(exc, FileNotFoundError) and exc.filename is None
+    is_its_end = is_flushing or isinstance(exc, (ConnectionError, EOFError))
+    if waits and workers and is_its_end:
+        limit_s = _WORKER_FLUSH_WAIT_S if is_flushing else _WORKER_EXIT_WAIT_S
+        connection.wait([worker.sentinel for worker in workers], limit_s)
+    line = line_of(exc, MAX_MESSAGE)
+    named = line if find_kind(line) == "killed" else ""  # torch gives the pid
     ended = [(i, each) for i, each in enumerate(workers) if each.exitcode is not None]
-    return next((pair for pair in ended if pair[1].exitcode or is_its_end), None)
+    # One that has come to the end of its stream exits with 0, too.
+    return next(
+        (
+            (number, worker)
+            for number, worker in ended
+            if worker.exitcode
+            or str(worker.pid) in named
+            or (is_its_end and is_expected(iterator, number))
+        ),
+        None,
+    )
 
 
 def signal_that_ended_a_child(exc: BaseException) -> int:

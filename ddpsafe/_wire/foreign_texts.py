@@ -411,7 +411,11 @@ class PrintedError(NamedTuple):
 
 
 _OF_EXCEPTHOOK: Final = re.compile(r"\[rank(\d+)\]: ?")
-_ERROR_LINE: Final = re.compile(r"^(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.MULTILINE)
+_ERROR_LINE: Final = re.compile(
+    # After the calls, which are indented; the parts of a group have a bar or a corner there.
+    r"\A.*\n(?: +[^ |+\n].*\n)*(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$",
+    re.MULTILINE,
+)
 
 
 def find_printed_error(text: str) -> PrintedError | None:

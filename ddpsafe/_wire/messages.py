@@ -504,8 +504,8 @@ class Raised:
         with contextlib.suppress(
             Exception
         ):  # reads private names of torch, and the user's attributes
+            dead_worker = dead_worker_of(error)  # first, as it waits for the end of the worker
             child_signal = signal_that_ended_a_child(error)
-            dead_worker = dead_worker_of(error)
         if code is not None and not error.__suppress_context__:
             handled = error.__context__
         # The rank has worked on since, so that it did not exit because of that exception.

@@ -109,6 +109,33 @@ class WithIterator(IterableDataset[int]):
         return Position(N)
 
 
+class OnlyNext:
+    """An iterator without ``__iter__``, which a ``for`` loop over its stream does not need."""
+
+    def __init__(self) -> None:
+        self.left = 4
+
+    def __next__(self) -> int:
+        if not self.left:
+            raise StopIteration
+        self.left -= 1
+        return self.left
+
+
+class OfOnlyNext(IterableDataset[int]):
+    """A stream of such an iterator."""
+
+    def __iter__(self) -> Any:
+        return OnlyNext()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_is_iterated_once_however_its_iterator_is_made(num_workers: int) -> None:
+    """A second iter() would fail here, and starts other streams over."""
+    loader = DataLoader(OfOnlyNext(), 2, num_workers=num_workers)
+    assert [batch.tolist() for batch in loader] == [[3, 2], [1, 0]]
+
+
 class IsIterator(IterableDataset[int]):
     """A stream that is its own iterator, as in older code."""
 

@@ -184,6 +184,7 @@ def _asking_often(monkeypatch: pytest.MonkeyPatch) -> None:
     "program",
     [
         programs.wait_for_a_slow_rank,
+        programs.make_two_groups_at_once,
         pytest.param(programs.work_in_threads, marks=pytest.mark.full),
         pytest.param(
             programs.leave_a_thread_behind, marks=[pytest.mark.full, pytest.mark.recorder]
@@ -199,7 +200,9 @@ def test_a_job_that_goes_on_is_left_alone(
     tmp_path: Path, program: Callable[..., str], slow_s: float
 ) -> None:
     """However slow one rank is: in a barrier, a save, a thread, a handler, and where a barrier may be given up."""
-    ranks = 2 if program is programs.handle_a_signal_in_a_barrier else 3
+    ranks = {programs.handle_a_signal_in_a_barrier: 2, programs.make_two_groups_at_once: 4}.get(
+        program, 3
+    )
     result = World(folder=tmp_path, ranks=ranks).launch(program, slow_s)
     expected = {"done"}
     if program is programs.give_up_waiting:

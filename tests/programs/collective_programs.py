@@ -310,6 +310,21 @@ def save_elsewhere(ctx: RankContext, folder: Path) -> None:
         (second if ctx.rank else first).save({"step": torch.tensor(1)}, step=1)
 
 
+def make_two_groups_at_once(ctx: RankContext, folder: Path, slow_s: float) -> str:
+    """Make a group of ranks 2 and 3, and one of 0 and 1, while rank 1 is busy and rank 3 waits for rank 0."""
+    mark(folder)
+    outer = dist.new_group([0, 3])
+    if ctx.rank == 1:
+        time.sleep(slow_s)
+    if ctx.rank == 3:
+        dist.all_reduce(torch.ones(1), group=outer)
+    dist.new_group([2, 3])
+    dist.new_group([0, 1])
+    if ctx.rank == 0:
+        dist.all_reduce(torch.ones(1), group=outer)
+    return "done"
+
+
 def wait_for_a_slow_rank(ctx: RankContext, folder: Path, slow_s: float) -> str:
     """Wait in every way for a rank that is slow, each time another one; all of it is healthy."""
     with Checkpointer(folder / "checkpoints") as checkpointer:

@@ -629,7 +629,9 @@ def _killed_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
             advice = _SWALLOWED
         details += handled
         passed = {out.rank: call for out, call in cause.evidence.calls}
-        if len({call.dtypes for call in passed.values()} - {""}) > 1:
+        is_one_call = len({(family(call), call.sizes) for call in passed.values()}) == 1
+        dtypes = {call.dtypes for call in passed.values()} - {""}
+        if advice == _BY_SIGNAL[number] and is_one_call and len(dtypes) > 1:
             advice = _OTHER_DTYPES
             details += [f"rank {rank} passed {call.inputs}" for rank, call in passed.items()]
         details += positions(

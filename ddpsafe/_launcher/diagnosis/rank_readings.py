@@ -94,7 +94,7 @@ _EXIT_CODE_OF_ERROR: Final = 1
 """What Python exits with after an exception that nothing has caught."""
 
 _TIME_OVER: Final = re.compile(
-    r"^Timeout \((?P<limit>\d+:\d\d:\d\d(?:\.\d+)?)\)!\n(?P<stacks>(?:(?:Thread |Current thread |  ).*\n|\n)+)\Z",
+    r"^Timeout \((?P<limit>\d+:\d\d:\d\d(?:\.\d+)?)\)!\n(?P<stacks>(?:(?:Thread |Current thread |  ).*\n|\n)*  File .*\n)\Z",
     re.MULTILINE,
 )
 """What faulthandler writes last once the time of `dump_traceback_later` is over, with ``exit=True``."""

@@ -131,7 +131,7 @@ _SLOW_FILES: Final = (
     "/torch/utils/cpp_extension.py",
 )
 """A call into one of these may take minutes while all is well."""
-_OF_TORCH: Final = "/torch/distributed/"
+_RPC: Final = "/torch/distributed/rpc/"
 
 
 class _MainThread:
@@ -588,10 +588,10 @@ class LiveWatch:
         # Ranks that have called one number differently wait for no work of another rank.
         differ = cause.rule.name == "mismatch"
         is_idle = self._is_idle()
-        # Such as the end of RPC, whose threads poll: it waits for all ranks, and nothing there fails.
+        # The end of RPC, whose threads poll, waits for all ranks, and nothing there fails.
         working = [out.rank for out in outcomes.values() if out.status != "returned"]
         wait_for_returned = len(working) < len(outcomes) and all(
-            any(_OF_TORCH in frame.file for frame in frames.get(rank, ())) for rank in working
+            any(_RPC in frame.file for frame in frames.get(rank, ())) for rank in working
         )
         is_slow = not (differ or is_idle or wait_for_returned) and (
             not self._has_begun(answers, goal)
