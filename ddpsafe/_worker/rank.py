@@ -49,7 +49,8 @@ class ThisRank:
         shared_seed: The launch's seed, until torch's generator has a seed of the rank's own.
         scope: What names torch's default group if that is not the group of all ranks; kept when the group has
             been destroyed.
-        has_renumbered: Whether a rank has another number in the default group than in the launch.
+        has_renumbered: Whether a rank has another number in the default group than in the launch; ``None`` if
+            only their calls of ``new_group`` can show that.
         joined: Its context if `join_launch` has made its group, and not the script.
 
         opened: Its context if `setup` has joined its group, until `cleanup`.
@@ -77,7 +78,7 @@ class ThisRank:
     uses_memory: bool = False
     shared_seed: int | None = None
     scope: str = ""
-    has_renumbered: bool = False
+    has_renumbered: bool | None = None
     joined: RankContext | None = None
 
     opened: RankContext | None = None

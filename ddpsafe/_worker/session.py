@@ -45,7 +45,7 @@ _REFUSED_S: Final = 5.0
 def install_hooks(spec: RankSpec) -> None:
     """Prepare torch for scripts that make and destroy their process group themselves."""
     torch_hooks.use_launcher_store(
-        lambda timeout: _store_of_all_ranks(spec, timeout),
+        lambda timeout, rank: _store_of_all_ranks(spec, timeout, rank),
         world_size=spec.world.world_size,
         on_larger_group=lambda: _leave_loopback(spec),
     )
@@ -95,7 +95,7 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
         control.store.set(_RENUMBERED, "yes")
     with contextlib.ExitStack() as stack:
         is_member = this_rank.world.rank in ranks and "gloo" in dist.get_backend_config()
-        if is_member and keeps_number and not this_rank.has_renumbered:
+        if is_member and this_rank.has_renumbered is False:
             # gloo connects the members to each other there, and torch's recorder knows nothing of that. Members of
             # other groups are in other calls meanwhile, so each list of members counts for itself.
             key = f"new-group {[*ranks]}"
@@ -103,12 +103,13 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
             control.waits.do(key, number)
             stack.enter_context(control.waits.inside(key, number, "new_group", ranks))
         yield
-    # torch's call has ended, so all ranks have come to this one.
-    this_rank.has_renumbered = control.is_set(_RENUMBERED)
+    if control.is_set(_RENUMBERED):
+        this_rank.has_renumbered = True
 
 
 def _leaving_group() -> None:
     os.environ.pop(JOINED, None)  # a program that starts now may join in this rank's place
+    this_rank.has_renumbered = None  # the next group may have other numbers
     pending_exception.leaving_group()
 
 
@@ -119,8 +120,8 @@ def _leave_loopback(spec: RankSpec) -> None:
             del os.environ[name]
 
 
-def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None) -> Store:
-    """Wait for all ranks, then open the store for the group that the script makes."""
+def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None, rank: int) -> Store:
+    """Wait for all ranks, then open the store for the group that the script makes, with this rank as `rank`."""
     member = this_rank.context
     control = None if member is None else member.control
     limit = spec.timeouts.start
@@ -129,8 +130,11 @@ def _store_of_all_ranks(spec: RankSpec, timeout: timedelta | None) -> Store:
     if spec.style != "launch" and "start" not in spec.timeouts.chosen:
         limit = timeout  # a default of ddpsafe's must not end a script that works without it
     deadline = Deadline.after(min(timeout, limit), clock=this_rank.since_start)
+    if control is not None and rank != spec.world.rank:
+        control.store.set(_RENUMBERED, "yes")
     # gloo and NCCL would not name a missing rank.
     process_group.wait_for_everyone(control, spec.world, deadline=deadline)
+    this_rank.has_renumbered = control is not None and control.is_set(_RENUMBERED)
     return open_fresh_store(spec)
 
 
@@ -183,6 +187,7 @@ def open_group(
     spec: RankSpec, control: Control | None, *, backend: str, device: torch.device
 ) -> None:
     """Make the process group of this launch through the launcher's store."""
+    this_rank.has_renumbered = False
     process_group.open_group(
         open_fresh_store(spec),
         control,

@@ -110,7 +110,7 @@ class _TorchFinder(MetaPathFinder):
 
 
 def use_launcher_store(
-    open_store: Callable[[timedelta | None], Store],
+    open_store: Callable[[timedelta | None, int], Store],
     *,
     world_size: int,
     on_larger_group: Callable[[], None],
@@ -122,8 +122,8 @@ def use_launcher_store(
     passed. Every other rendezvous is left to torch.
 
     Args:
-        open_store: Waits for all ranks, with the timeout that the script passed, and opens a store
-            under a prefix that no other group of this launch uses.
+        open_store: Waits for all ranks, with the timeout that the script passed and the number that it gives
+            this rank, and opens a store under a prefix that no other group of this launch uses.
         world_size: The launch's number of ranks.
         on_larger_group: Called before a rendezvous of more ranks than this launch has: some may be
             on other hosts.
@@ -132,7 +132,7 @@ def use_launcher_store(
     def rendezvous(_: str, stock: Handler, url: str, **options: Any) -> Rendezvous:
         rank, size = _place_in(url)
         if size == world_size and 0 <= rank < size:
-            yield open_store(options.get("timeout")), rank, size
+            yield open_store(options.get("timeout"), rank), rank, size
         else:
             if size > world_size:
                 on_larger_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import collective_programs as programs
+import group_programs
 import pytest
 from fault_kit import World, require_hang, require_places, require_rank
 
@@ -208,3 +209,12 @@ def test_a_job_that_goes_on_is_left_alone(
     if program is programs.give_up_waiting:
         expected.add("alone without (2,)")
     assert set(result.values.values()) == expected
+
+
+@pytest.mark.usefixtures("_asking_often")
+@pytest.mark.parametrize("slow_s", SLOW)
+def test_members_that_have_other_numbers_in_the_launch_are_left_alone(
+    tmp_path: Path, slow_s: float
+) -> None:
+    """The numbers that a rank gives ``new_group`` are then not the ranks that it waits for."""
+    World(folder=tmp_path, ranks=4).spawn(group_programs.make_a_group_by_other_numbers, slow_s)

@@ -73,3 +73,15 @@ def make_groups(ctx: RankContext, folder: Path, how: str) -> float:
     total = torch.ones(1)
     dist.all_reduce(total, group=group)
     return total.item()
+
+
+def make_a_group_by_other_numbers(rank: int, world_size: int, folder: Path, slow_s: float) -> None:
+    """Make a group of the first two numbers, one of which a slow rank has that has another one in the launch."""
+    number = [0, 2, 1, 3][rank]
+    where = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=where, rank=number, world_size=world_size)
+    if number == 1:
+        time.sleep(slow_s)
+    dist.new_group([0, 1])
+    dist.barrier()
+    dist.destroy_process_group()
