@@ -412,8 +412,7 @@ class PrintedError(NamedTuple):
 
 _OF_EXCEPTHOOK: Final = re.compile(r"\[rank(\d+)\]: ?")
 _ERROR_LINE: Final = re.compile(
-    # After the calls, which are indented; the parts of a group have a bar or a corner there.
-    r"\A.*\n(?: +[^ |+\n].*\n)*(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$",
+    r"\A.*\n(?:[ \t].*\n|\n)*(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$",
     re.MULTILINE,
 )
 
@@ -427,7 +426,8 @@ def find_printed_error(text: str) -> PrintedError | None:
         lines = [line[prefix.end() :] for line in lines if (prefix := _OF_EXCEPTHOOK.match(line))]
     calls = "\n".join([mark + end_of_mark, *lines])
     error = _ERROR_LINE.search(calls)
-    if not mark or error is None:
+    is_of_group = re.search(r"\||Exception Group $", before.rpartition("\n")[2]) is not None
+    if not mark or error is None or is_of_group:
         return None
     traceback = calls if hook is not None else calls[: error.end()]
     message = traceback[error.end("type") :].removeprefix(": ").rstrip()

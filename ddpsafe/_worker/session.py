@@ -60,7 +60,7 @@ def install_hooks(spec: RankSpec) -> None:
 
 
 @contextlib.contextmanager
-def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:  # noqa: FBT001 - called by the hook
+def _making_group(ranks: tuple[int, ...], keeps_number: bool, waits: bool) -> Iterator[None]:  # noqa: FBT001 - called by the hook
     """Refuse a group that another rank makes with other members, in the same call of ``new_group``.
 
     torch names groups by the number of the call: ranks of two such groups wait for each other, or get a
@@ -70,8 +70,6 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
     Raises:
         ConfigError: The members differ.
     """
-    import torch.distributed as dist
-
     control = None if this_rank.context is None else this_rank.context.control
     if control is None:
         yield
@@ -94,14 +92,14 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
     if not keeps_number:
         control.store.set(_RENUMBERED, "yes")
     with contextlib.ExitStack() as stack:
-        is_member = this_rank.world.rank in ranks and "gloo" in dist.get_backend_config()
-        if is_member and this_rank.has_renumbered is False:
-            # gloo connects the members to each other there, and torch's recorder knows nothing of that. Members of
-            # other groups are in other calls meanwhile, so each list of members counts for itself.
+        if this_rank.world.rank in ranks:
+            # torch's recorder knows nothing of that wait. Members of other groups are in other calls meanwhile, so
+            # each list of members counts for itself.
             key = f"new-group {[*ranks]}"
             number = control.waits.done.get(key, 0) + 1
             control.waits.do(key, number)
-            stack.enter_context(control.waits.inside(key, number, "new_group", ranks))
+            if waits and this_rank.has_renumbered is False:
+                stack.enter_context(control.waits.inside(key, number, "new_group", ranks))
         yield
     if control.is_set(_RENUMBERED):
         this_rank.has_renumbered = True
@@ -109,7 +107,6 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool) -> Iterator[None]:
 
 def _leaving_group() -> None:
     os.environ.pop(JOINED, None)  # a program that starts now may join in this rank's place
-    this_rank.has_renumbered = None  # the next group may have other numbers
     pending_exception.leaving_group()
 
 

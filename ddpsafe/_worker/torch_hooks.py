@@ -246,6 +246,8 @@ def before_destroy(hook: Callable[[], object]) -> None:
 
     def destroy_process_group(group: object = None) -> None:
         hook()
+        if group in (None, c10d.group.WORLD):
+            this_rank.has_renumbered = None  # the next group may have other numbers
         _scope()  # it cannot be told afterwards
         world = getattr(c10d, "_world", None)
         kept.extend(getattr(world, "pg_map", ()))
@@ -295,12 +297,12 @@ def _replace(name: str, stock: object, ours: object) -> None:
 
 @functools.cache
 def around_new_group(
-    making: Callable[[tuple[int, ...], bool], AbstractContextManager[None]],
+    making: Callable[[tuple[int, ...], bool, bool], AbstractContextManager[None]],
 ) -> None:
     """Enter the context `making` for each ``new_group`` that all ranks of the launch have to make.
 
-    It gets the sorted members, and whether the default group gives this rank its number in the launch. Not all
-    ranks have to make a group with ``use_local_synchronization=True``, nor where the default group is not that of all
+    It gets the sorted members, whether the default group gives this rank its number in the launch, and whether the
+    members wait for each other in the call, with no limit that the script has set for it alone. Not all ranks have to make a group with ``use_local_synchronization=True``, nor where the default group is not that of all
     ranks. torch's functions that make several groups, and device meshes, call ``new_group`` for each.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
@@ -315,7 +317,12 @@ def around_new_group(
         ranks = options.pop("ranks", args[0] if args else None)
         members = [*range(main.size())] if ranks is None else [*map(int, ranks)]
         keeps_number = main.rank() == this_rank.spec.world.rank
-        with making(tuple(sorted(members)), keeps_number):
+        named = dict(zip(("ranks", "timeout", "backend"), args, strict=False)) | options
+        # gloo connects the members at once.
+        connects = "gloo" in str(named.get("backend") or c10d.get_backend_config())
+        with making(
+            tuple(sorted(members)), keeps_number, connects and named.get("timeout") is None
+        ):
             return stock(None if ranks is None else members, *args[1:], **options)
 
     _replace("new_group", stock, new_group)
@@ -635,9 +642,18 @@ def _from_entries(
     return groups
 
 
+_DTYPES: Final = {
+    "Byte": "uint8",
+    "Char": "int8",
+    "ComplexFloat": "complex64",
+    "ComplexDouble": "complex128",
+}
+
+
 def _name_of_dtype(scalar_type: str) -> str:
     """Return a dtype as torch spells it in Python: ``float64`` for Double."""
-    dtype = getattr(sys.modules["torch"], scalar_type.lower(), scalar_type)
+    name = _DTYPES.get(scalar_type, scalar_type.lower())
+    dtype = getattr(sys.modules["torch"], name, scalar_type)
     return str(dtype).removeprefix("torch.")
 
 

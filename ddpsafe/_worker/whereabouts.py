@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _MAX_FRAMES: Final = 64
 _ENTRYPOINT: Final = "ddpsafe/_worker/entrypoint.py"
 _OWN_THREADS: Final = "ddpsafe"  # how the names of ddpsafe's threads begin
-_OWN_WAITS: Final = ("/ddpsafe/_job/", "/ddpsafe/_worker/torch_hooks.py")
+_JOB: Final = "/ddpsafe/_job/"
 _JOINS: Final = ("join", "_wait_for_tstate_lock")  # in the second, up to Python 3.12
 
 # The innermost Python functions while C++ waits for a collective; they do nothing else for long.
@@ -295,7 +295,7 @@ def _find_own_wait(each: _Thread, in_store: Mapping[int, StoreWait]) -> Collecti
     own = in_store.get(each.ident)
     # Such a handler runs in the main thread, above the wait, and may do anything.
     if own is None or not any(
-        part in place.file for place in each.above_script for part in _OWN_WAITS
+        _JOB in place.file or place.function == own.text for place in each.above_script
     ):
         return None
     return Collective(

@@ -826,7 +826,7 @@ def _mismatch_error(
             return f"entered {called}"
         if has_roots:
             return f"named rank {call.root} as the root of {called}"
-        return f"passed {call.inputs} to {called}"
+        return f"passed {call.inputs or 'an unknown shape'} to {called}"
 
     sides: dict[str, list[RankOutcome]] = defaultdict(list)
     for rank, call in calls:

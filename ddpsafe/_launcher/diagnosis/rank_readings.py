@@ -94,7 +94,7 @@ _EXIT_CODE_OF_ERROR: Final = 1
 """What Python exits with after an exception that nothing has caught."""
 
 _TIME_OVER: Final = re.compile(
-    r"^Timeout \((?P<limit>\d+:\d\d:\d\d(?:\.\d+)?)\)!\n(?P<stacks>(?:(?:Thread |Current thread |  ).*\n|\n)*  File .*\n)\Z",
+    r"^Timeout \((?P<limit>\d+:\d\d:\d\d(?:\.\d+)?)\)!\n(?P<stacks>(?:(?:Thread |Current thread |  ).*\n|\n)*  (?:File .*|\.\.\.)\n)\Z",
     re.MULTILINE,
 )
 """What faulthandler writes last once the time of `dump_traceback_later` is over, with ``exit=True``."""
@@ -652,7 +652,8 @@ def with_printed_end(outcome: RankOutcome, seen: PrintedError | None) -> RankOut
 
 def could_not_report(outcome: RankOutcome) -> bool:
     """Return whether a rank had to write to its log how it ended: its script had closed the pipe."""
-    return outcome.stderr is not None and unreported_mark(outcome.stderr).exists()
+    is_here = outcome.stderr is not None and outcome.said is None
+    return is_here and unreported_mark(outcome.stderr or "").exists()
 
 
 def count_oom_kills() -> int:

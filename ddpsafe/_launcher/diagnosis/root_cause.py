@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 import psutil
 
 from ddpsafe._errors import LaunchError, LaunchTimeoutError, RankFailedError, RankLeftEarlyError
-from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, differ
+from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, differ, family
 from ddpsafe._wire.foreign_texts import (
     find_fingerprint,
     find_kind,
@@ -841,9 +841,9 @@ def _find_mismatched(ranks: Ranks) -> tuple[Ranks, Sequence[tuple[RankOutcome, C
     calls = [
         (
             out,
-            (call.name, call.sizes, call.dtypes if has_dtypes else "")
+            (family(call), call.sizes, call.dtypes if has_dtypes else "")
             if under_way and call.has_one_size
-            else (call.name,),
+            else (family(call),),
         )
         for out, call in entered
     ]

@@ -142,9 +142,12 @@ def call_lines(
     `verbs` say what one rank and what several did; by default, whether they are in it or have left it.
     """
     texts: dict[tuple[str, bool], list[int]] = {}
+    calls = list(calls)
+    has_dtypes = len({collective.dtypes for _, collective in calls}) > 1
     for rank, collective in calls:
         has_left = collective.done and verbs is None
-        texts.setdefault((str(collective), has_left), []).append(rank)
+        of = f" of {collective.dtypes}" if has_dtypes and collective.dtypes else ""
+        texts.setdefault((f"{collective}{of}", has_left), []).append(rank)
     words = {False: verbs or ("is in", "are in"), True: ("has left", "have left")}
     return [
         f"{ranks_text(ranks)} {words[has_left][len(ranks) > 1]} {text}"
