@@ -195,7 +195,7 @@ class JobEndpoint:
             if self._interface_name not in (None, "lo"):
                 what = (
                     f"rendezvous.interface={self._interface_name!r} has no effect with the endpoint "
-                    f"{self._endpoint}, which is on each host itself."
+                    f"{self._endpoint}, which is a loopback address."
                 )
                 fix = (
                     "use an address of that interface as the endpoint, or leave the interface out."
@@ -204,7 +204,7 @@ class JobEndpoint:
             addresses = resolved
             self.address = resolved[0]
             logger.warning(
-                "the endpoint %s is on each host itself: nodes on other hosts cannot join this job",
+                "the endpoint %s is a loopback address: nodes on other hosts cannot join this job",
                 self._endpoint,
             )
         else:

@@ -213,7 +213,7 @@ def _explain_refusal(error: DDPSafeError, policy: RetryPolicy) -> None:
         why = f"the training code had begun, and {error.kind!r} covers only failures before that."
     elif error.kind not in DETERMINISTIC:
         why = f"RetryPolicy.on does not name the kind {error.kind!r}."
-    elif error.kind == "user-error" and not _is_mistake(error.__cause__):
+    elif error.__cause__ is not None and not _is_mistake(error.__cause__):
         why = "RetryPolicy.on lists neither this exception type nor a base class of it."
     else:
         return

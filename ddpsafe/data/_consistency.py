@@ -591,8 +591,8 @@ DIFFERENCES: Final = (
     ),
     _DifferenceRule(
         lambda _: True,
-        "the samples were shuffled, filtered or divided per rank, or read from other files.",
-        "give every rank the whole dataset in the same order: the sampler shuffles and divides it.",
+        "the samples were shuffled, filtered, divided or drawn at random per rank, or read from other files.",
+        "give every rank the whole dataset in the same order, drawn from a fixed seed: the sampler shuffles and divides it.",
     ),
 )
 """What can differ, the most certain first; the first rule that holds gives cause and advice."""
