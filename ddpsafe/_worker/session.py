@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import socket
@@ -95,7 +96,8 @@ def _making_group(ranks: tuple[int, ...], keeps_number: bool, waits: bool) -> It
         if this_rank.world.rank in ranks:
             # torch's recorder knows nothing of that wait. Members of other groups are in other calls meanwhile, so
             # each list of members counts for itself.
-            key = f"new-group {[*ranks]}"
+            members_id = hashlib.blake2b(str(ranks).encode(), digest_size=8).hexdigest()
+            key = f"new-group {members_id}"  # short: each answer of a rank has all of them
             number = control.waits.done.get(key, 0) + 1
             control.waits.do(key, number)
             if waits and this_rank.has_renumbered is False:
