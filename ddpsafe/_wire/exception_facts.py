@@ -195,7 +195,7 @@ _TAIL_BYTES: Final = 1 << 14
 
 
 def _find_dead_worker(exc: BaseException, *, waits: bool = False) -> tuple[int, BaseProcess] | None:
-    # What a worker has raised, torch raises again in the rank: that is no sign of the worker's end.
+    # torch raises in the rank what a worker has raised: that does not show the worker's end.
     if isinstance(exc, DDPSafeError) or text_of(exc).startswith("Caught "):
         return None
     iterator: object = None

@@ -291,7 +291,7 @@ def test_much_output_needs_no_memory_of_the_launcher(
 
 
 def test_a_console_on_a_full_disk_ends_nothing_and_is_told(tmp_path: Path) -> None:
-    """``ddpsafe run train.py > log`` goes on without its log, and says so where the user may still see it."""
+    """``ddpsafe run train.py > log`` continues without its log, and says so where the user may still see it."""
     scripts.write(tmp_path, "train.py", "print('step 1')")
     command = [sys.executable, "-m", "ddpsafe", "run", "--nproc-per-node", "1", "train.py"]
     with Path("/dev/full").open("w") as full:

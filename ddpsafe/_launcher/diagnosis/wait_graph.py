@@ -143,7 +143,7 @@ def call_lines(
     """
     texts: dict[tuple[str, bool], list[int]] = {}
     calls = list(calls)
-    has_dtypes = len({collective.dtypes for _, collective in calls}) > 1
+    has_dtypes = len({collective.dtypes for _, collective in calls} - {""}) > 1
     for rank, collective in calls:
         has_left = collective.done and verbs is None
         of = f" of {collective.dtypes}" if has_dtypes and collective.dtypes else ""

@@ -63,7 +63,7 @@ def _tell_of_loss(error: OSError) -> None:
     if not _has_told_of_loss.is_set():
         _has_told_of_loss.set()
         write_message(
-            f"the output cannot be written: {error.strerror}. The job goes on without it; with run_dir= "
+            f"the output cannot be written: {error.strerror}. The job continues without it; with run_dir= "
             "(--run-dir), the logs are kept"
         )
 
