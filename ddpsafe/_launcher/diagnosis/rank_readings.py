@@ -503,10 +503,15 @@ def read_frames(frames: Sequence[Frame]) -> StackReading:
     return StackReading(stack=where, in_collective=bool(calls), point_to_point=point_to_point)
 
 
+def is_in_rpc(frames: Sequence[Frame]) -> bool:
+    """Return whether a thread is in a call of torch's RPC."""
+    return any(_RPC in frame.file for frame in frames)
+
+
 def read_rpc(dump: str) -> StackReading | None:
     """Read where a call from another rank is executed, if the main thread only waits for RPC."""
     main = _main_thread(dump)
-    if not any(_RPC in frame.file for frame in main):
+    if not is_in_rpc(main):
         return None
     threads = [_frames_of(text) for text in _threads_of(dump)]
     serving = [

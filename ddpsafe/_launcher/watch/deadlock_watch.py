@@ -27,6 +27,7 @@ from ddpsafe._clock import Deadline
 from ddpsafe._launcher.diagnosis.rank_readings import (
     ask_for_stacks,
     find_busy_loader_workers,
+    is_in_rpc,
     name_awaited_processes,
     read_frames,
     read_new_stack,
@@ -131,7 +132,6 @@ _SLOW_FILES: Final = (
     "/torch/utils/cpp_extension.py",
 )
 """A call into one of these may take minutes while all is well."""
-_RPC: Final = "/torch/distributed/rpc/"
 
 
 class _MainThread:
@@ -591,7 +591,7 @@ class LiveWatch:
         # The end of RPC, whose threads poll, waits for all ranks, and nothing there fails.
         working = [out.rank for out in outcomes.values() if out.status != "returned"]
         wait_for_returned = len(working) < len(outcomes) and all(
-            any(_RPC in frame.file for frame in frames.get(rank, ())) for rank in working
+            is_in_rpc(frames.get(rank, ())) for rank in working
         )
         is_slow = not (differ or is_idle or wait_for_returned) and (
             not self._has_begun(answers, goal)
