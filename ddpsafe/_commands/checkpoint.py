@@ -62,8 +62,8 @@ def _list(options: Namespace) -> int:
     return HEALTHY
 
 
-def _find(place: str) -> list[tuple[int | None, Path]]:
-    """Return the steps and folders of the checkpoints at a place, newest first.
+def _require_some(place: str, step: int | None = None) -> list[tuple[int | None, Path]]:
+    """Return the steps and folders of the checkpoints at a place, newest first, or only that of `step`.
 
     The place is a directory that a Checkpointer writes to; or the folder of one checkpoint, which may be
     renamed, copied, or a link such as ``latest``. Its step is ``None`` if its name has none.
@@ -72,16 +72,12 @@ def _find(place: str) -> list[tuple[int | None, Path]]:
     folder = path.resolve()
     if not folder.is_dir():
         raise _misuse(f"{path} is not a directory.")
-    step = step_of(folder.name)
-    if step is not None or (folder / MANIFEST).exists():
-        return [(step, folder)]
-    return [(saved, path / folder_name(saved)) for saved in list_steps(path)]
-
-
-def _require_some(place: str, step: int | None = None) -> list[tuple[int | None, Path]]:
-    """Return what `_find` does, or only the checkpoint of `step`; raise if there is none."""
-    path = Path(place).absolute()
-    checkpoints = _find(place)
+    own_step = step_of(folder.name)
+    checkpoints: list[tuple[int | None, Path]] = (
+        [(own_step, folder)]
+        if own_step is not None or (folder / MANIFEST).exists()
+        else [(saved, path / folder_name(saved)) for saved in list_steps(path)]
+    )
     if step is not None:
         others = [other for other, _ in checkpoints if other is not None]
         checkpoints = [checkpoint for checkpoint in checkpoints if checkpoint[0] == step]
