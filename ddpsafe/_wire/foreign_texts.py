@@ -421,12 +421,13 @@ def find_printed_error(text: str) -> PrintedError | None:
     """Return the error of the last traceback in a program's output."""
     before, mark, rest = text.rpartition("Traceback (most recent call last):")
     end_of_mark, *lines = rest.split("\n")
-    hook = _OF_EXCEPTHOOK.match(before.rpartition("\n")[2])
+    line_before = before.rpartition("\n")[2]
+    hook = _OF_EXCEPTHOOK.match(line_before)
     if hook is not None:
         lines = [line[prefix.end() :] for line in lines if (prefix := _OF_EXCEPTHOOK.match(line))]
     calls = "\n".join([mark + end_of_mark, *lines])
     error = _ERROR_LINE.search(calls)
-    is_of_group = re.search(r"\||Exception Group $", before.rpartition("\n")[2]) is not None
+    is_of_group = re.search(r"\||Exception Group $", line_before) is not None
     if not mark or error is None or is_of_group:
         return None
     traceback = calls if hook is not None else calls[: error.end()]

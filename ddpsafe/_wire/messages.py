@@ -501,9 +501,8 @@ class Raised:
         code = exit_code_of(error)
         handled = None if code is None else error.__cause__
         dead_worker, child_signal = "", 0
-        with contextlib.suppress(
-            Exception
-        ):  # reads private names of torch, and the user's attributes
+        # They read private names of torch, and the user's attributes.
+        with contextlib.suppress(Exception):
             dead_worker = dead_worker_of(error)  # first, as it waits for the end of the worker
             child_signal = signal_that_ended_a_child(error)
         if code is not None and not error.__suppress_context__:

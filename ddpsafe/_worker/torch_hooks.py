@@ -301,9 +301,9 @@ def around_new_group(
 ) -> None:
     """Enter the context `making` for each ``new_group`` that all ranks of the launch have to make.
 
-    It gets the sorted members, whether the default group gives this rank its number in the launch, and whether the
-    members wait for each other in the call, with no limit that the script has set for it alone. Not all ranks have to make a group with ``use_local_synchronization=True``, nor where the default group is not that of all
-    ranks. torch's functions that make several groups, and device meshes, call ``new_group`` for each.
+    It gets the sorted members, whether the default group gives this rank its number in the launch, and whether they
+    wait for each other in the call, with no limit of the script's for it alone. Not all ranks have to make a group with
+    ``use_local_synchronization=True``, or where the default group leaves one out. Device meshes call ``new_group``, too.
     """
     c10d = importlib.import_module("torch.distributed.distributed_c10d")
     stock = c10d.new_group

@@ -173,9 +173,8 @@ class Checkpointer:
         self._began_s = self._written_s = time.monotonic()
         self._schedule = None if every is None else schedule_of(every, self._began_s)
         self._memory: StateMemory | None = None
-        self._memory_due: tuple[int, bool] | None = (
-            None  # a step, and whether the disk is due as well
-        )
+        # A step, and whether the disk is due as well.
+        self._memory_due: tuple[int, bool] | None = None
         self._restored: CheckpointInfo | None = None
         if access == "write":
             lock, self._newest = _directory.open_directory(self._ranks, self._directory)

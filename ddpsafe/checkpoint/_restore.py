@@ -645,9 +645,8 @@ def _for_optimizer(loaded: Loaded, optimizer: Any, saved: Any, name: str) -> Any
             shape = tuple(leaf.shape if tensor is None else tensor.shape)
             if shape == tuple(parameter.shape) and shape:
                 dtype = leaf.dtype if tensor is None else tensor.torch_dtype()
-                target = torch.empty_like(
-                    parameter.detach(), dtype=dtype
-                )  # as the parameter is sharded
+                # As the parameter is sharded.
+                target = torch.empty_like(parameter.detach(), dtype=dtype)
                 shards.fill(target, leaf, path)
                 return target
             if tensor is None:

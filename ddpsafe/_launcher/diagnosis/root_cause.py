@@ -181,8 +181,8 @@ class Evidence:
                 and is_waiting(out)
                 and not out.sends_or_receives
                 and (last := newest_collective(out))
-                and (last.group, last.number)
-                not in passed  # else it waits after that, as in new_group
+                # One that has passed waits after that, as in new_group.
+                and (last.group, last.number) not in passed
             ]
             if len({call.group for _, call in waiting}) > 1:  # there is no one collective to name
                 waiting = []

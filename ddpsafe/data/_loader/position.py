@@ -127,9 +127,8 @@ class Tracker:
         if saved.get("iterator") is not None and is_stateful(iterator):
             if iterator is not dataset:
                 iterator.load_state_dict(saved["iterator"])
-        elif (
-            saved and saved["dataset"] is None
-        ):  # else no further iter(), which restarts some streams
+        # With a state of the dataset no further iter(), which restarts some streams.
+        elif saved and saved["dataset"] is None:
             collections.deque(itertools.islice(iterator, self._count), maxlen=0)
         skipped = (self._batch_size or 1) if worker < self.first_worker else 0
         self.first_worker = 0

@@ -150,9 +150,8 @@ def check_connections(results: Results, explained: Mapping[Way, Dialled]) -> Ite
     for way, dialled in tried.items():
         if dialled.result == "open" and dialled.path_mtu_bytes < results.nodes[way[1]].mtu_bytes:
             smaller[dialled.path_mtu_bytes].add(way)
-    smaller.pop(
-        0, None
-    )  # the path carries as much as the interface; if that is less, DS-MESH-042 has it
+    # The path carries as much as the interface; if that is less, DS-MESH-042 has it.
+    smaller.pop(0, None)
     for ways, describe in (
         (routed, _routed),
         (closed - routed, _closed),
