@@ -424,7 +424,8 @@ def test_tutorial_of_a_kill_shows_what_is_printed(tmp_path: Path) -> None:
         os.kill(other, signal.SIGKILL)
         jobs[0].wait()
         ((*_, again),) = train(1)
-        assert again >= epochs
+        # What only the launcher's memory held is lost with it: at most four epochs, with every=5.
+        assert again >= epochs // 5 * 5
     finally:
         for job in jobs:
             job.kill()
