@@ -77,12 +77,11 @@ SCRIPTS: Final = [script for page in PAGES for script in scripts_of(page)]
 def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) -> None:
     """Readers can paste what a page shows into a file and run it in an empty folder.
 
-    README's script runs in a new interpreter, and so do its ranks, of which two suffice.
+    README's script runs in a new interpreter, and so do its ranks.
     """
     file = tmp_path / "script.py"
     is_readme = script.page.name == "README.md"
-    text = script.text.replace("nproc_per_node=4", "nproc_per_node=2") if is_readme else script.text
-    file.write_text(text, encoding="utf-8")
+    file.write_text(script.text, encoding="utf-8")
     run = scripts.Script(
         [str(file)],
         folder=tmp_path,
