@@ -200,9 +200,8 @@ def pytest_runtest_makereport(
     if outcome.report is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
             report.longrepr = str(outcome.error)
-            if (
-                getattr(outcome.error, "setting", "") == "attempt"
-            ):  # the message names another option
+            # The message names another option.
+            if getattr(outcome.error, "setting", "") == "attempt":
                 report.longrepr += (
                     "\n  timeouts.attempt is the limit of this test: set it with "
                     "@pytest.mark.ddp(timeout=…), or with pytest-timeout."

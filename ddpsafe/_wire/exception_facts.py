@@ -248,9 +248,8 @@ def signal_that_ended_a_child(exc: BaseException) -> int:
 def _exit_codes_in(exc: BaseException) -> Iterator[int]:
     """Yield the exit codes of the processes that the frames of an exception hold, as of a decoder."""
     # The exception may be the script's own, such as "the decoder has closed its pipe".
-    programs = getattr(
-        sys.modules.get("subprocess"), "Popen", ()
-    )  # none, if it has not been imported
+    # Without the module, no frame holds a program.
+    programs = getattr(sys.modules.get("subprocess"), "Popen", ())
     for error in _chain_of(exc):
         for frame, _ in traceback.walk_tb(error.__traceback__):
             held = [*frame.f_locals.values()]

@@ -38,9 +38,8 @@ def make_launch_id() -> str:
     """Return the id of a new launch: a digest of its temporary directory, and a random part."""
     try:
         folder = tempfile.gettempdir()
-    except (
-        OSError
-    ):  # no directory, or no free descriptor to test one: reported before anything starts
+    except OSError:
+        # No directory, or no free descriptor to test one: reported before anything starts.
         folder = ""
     place = hashlib.sha256(folder.encode(errors="surrogateescape")).hexdigest()
     # By the digest, the launches of one test run are distinguished from those of another on the

@@ -378,9 +378,8 @@ def _make(directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     # A crash after the first save could leave the checkpoint without a path to it.
     for path in new:
-        with contextlib.suppress(
-            PermissionError
-        ):  # this user may not be allowed to open the parent
+        # This user may not be allowed to open the parent.
+        with contextlib.suppress(PermissionError):
             sync_directory(path.parent)
 
 

@@ -141,9 +141,8 @@ class Lobby:
         elif isinstance(event, CannotTakePart):
             # A refusal may arrive after its round was given up.
             if event.round_id in ("", self._round_id):
-                self.callers[launcher] = self.callers.pop(
-                    launcher, _UNKNOWN
-                )  # the first one counts
+                # The first refusal counts.
+                self.callers[launcher] = self.callers.pop(launcher, _UNKNOWN)
                 self._note(launcher, unable=event)
         elif isinstance(event, FoldersSeen):
             # The answer to an earlier check may arrive after an outage.

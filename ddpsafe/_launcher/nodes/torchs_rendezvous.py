@@ -293,11 +293,10 @@ class TorchsPart:
                 return pickle.dumps(shown), answer.token, *([answer.has_set] if value else ())
 
         least, most = nodes
+        # torch 2.6 has no keywords for it, and the same values.
         options: dict[str, Any] = {}
-        if (
-            "keep_alive_interval"
-            in inspect.signature(DynamicRendezvousHandler.from_backend).parameters
-        ):  # torch 2.6 has no keyword for it, and the same values
+        known = inspect.signature(DynamicRendezvousHandler.from_backend).parameters
+        if "keep_alive_interval" in known:
             options = {"keep_alive_interval": 5, "keep_alive_max_attempt": 3}
         self._handler = DynamicRendezvousHandler.from_backend(
             run_id=job,

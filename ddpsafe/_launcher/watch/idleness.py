@@ -291,9 +291,8 @@ def find_unanswered(table: str) -> Mapping[str, Unanswered]:
     """Return the connections without a reply in a table of the kernel, by their names as open files."""
     connections = {}
     for line in table.splitlines()[1:]:
-        if (
-            f" {_RESENDS}:" not in line
-        ):  # most lines of a large job, and splitting them takes longer
+        # Most lines of a large job have none, and splitting them takes longer.
+        if f" {_RESENDS}:" not in line:
             continue
         _, own, peer, state, _, timer, retries, _, _, inode, *_ = line.split()
         if state != _ESTABLISHED or timer[:2] != _RESENDS or int(retries, 16) < _RETRIES:
