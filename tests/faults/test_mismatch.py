@@ -86,7 +86,7 @@ def test_the_message_suggests_shapes_when_a_rank_passes_a_longer_tensor(
         ),
         pytest.param(
             "another shape",
-            "passed shape [9] to all_reduce number 2, unlike the others",
+            "unlike the others, passed shape [9] to all_reduce number 2",
             "| rank 1 is in all_reduce number 2 of shape [9]\n",
             id="another shape",
         ),

@@ -57,24 +57,24 @@ def test_different_sizes_are_proved_if_one_rank_has_returned(tmp_path: Path) -> 
     [
         (
             "empty all_gather",
-            "rank 1 (world_size 3) passed shape [0] of float32 to all_gather number 2, unlike the others",
+            "rank 1 (world_size 3), unlike the others, passed shape [0] of float32 to all_gather number 2",
             "| rank 1 has left all_gather number 2 of shape [0]",
         ),
         pytest.param(
             "empty asynchronous all_gather",
-            "rank 1 (world_size 3) passed shape [0] of float32 to all_gather number 2, unlike the others",
+            "rank 1 (world_size 3), unlike the others, passed shape [0] of float32 to all_gather number 2",
             "| ranks 0 and 2 are in all_gather number 2 of shape [4]",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "empty all_reduce",
-            "rank 1 (world_size 3) passed shape [0] of float32 to all_reduce number 2, unlike the others",
+            "rank 1 (world_size 3), unlike the others, passed shape [0] of float32 to all_reduce number 2",
             "| rank 1 has left all_reduce number 2 of shape [0]",
             marks=pytest.mark.full,
         ),
         pytest.param(
             "fewer in a reduce",
-            "rank 1 (world_size 3) passed shape [3] of float32 to reduce number 2, unlike the others",
+            "rank 1 (world_size 3), unlike the others, passed shape [3] of float32 to reduce number 2",
             "| rank 1 has left reduce number 2 of shape [3]",
             marks=pytest.mark.full,
         ),

@@ -801,6 +801,9 @@ def _calls_of(cause: RootCause) -> list[str]:
     return ["the calls that differ:", *(f"| {line}" for line in lines)]
 
 
+_SHOWN_SIDES: Final = 3
+
+
 def _mismatch_error(
     ended: EndedAttempt,
     root: RankOutcome,
@@ -810,7 +813,7 @@ def _mismatch_error(
 ) -> LaunchError:
     """Return the error of ranks that called one number of a group differently.
 
-    `root` is one whose call is the rarest; if no call is more frequent, all are named.
+    All but those in the most frequent call are named, and `root` first; if no call is more frequent, all are.
     """
     own_call = next(call for rank, call in calls if rank == root.rank)
     others = [call for rank, call in calls if rank != root.rank]
@@ -832,9 +835,14 @@ def _mismatch_error(
     for rank, call in calls:
         if not (has_roots and call.root is None):
             sides[what_differs(call)].append(ended.outcomes[rank])
-    fewest = min(map(len, sides.values()))
-    odd = [out for side in sides.values() if len(side) == fewest for out in side]
-    root = root if root in odd else odd[0]
+    # Of two ranks, or two halves, the one that is named alone would be the wrong one in half of the
+    # cases.
+    largest = max(sides.values(), key=len)
+    has_majority = sum(len(side) == len(largest) for side in sides.values()) == 1
+    odd = [side for side in sides.values() if not (has_majority and side is largest)]
+    if not any(root in side for side in odd):
+        root = min(odd, key=len)[0]
+    odd.sort(key=lambda side: root not in side)
     called_by = dict(calls)
     own_call = called_by[root.rank]
     advice = CONCLUSIONS["mismatch"].advice
@@ -852,25 +860,27 @@ def _mismatch_error(
     # An error that such a thread has died of follows from its call.
     if handled and advice != _FROM_A_THREAD:
         advice = _SWALLOWED
-    # Of two ranks, or two halves, the one that is named alone would be the wrong one in half of the
-    # cases.
-    missing = [root]
-    if fewest < max(map(len, sides.values())):
+    behaviour = ""
+    if has_majority and len(odd) == 1 and not is_same:
+        is_own_wait = any(call.is_own_wait for _, call in calls)
         behaviour = CONCLUSIONS["mismatch"].behaviour
-        if is_same:
-            behaviour = f"{what_differs(own_call)}, unlike the others,"
-        elif any(call.is_own_wait for _, call in calls):
-            behaviour = "made another call than the others"
-        what = f"{ended.name(root)} {behaviour}{_is_at(ended, root, own_call)}, on {root.hostname}"
-    else:  # either side may be wrong
-        own_side = what_differs(own_call)
-        in_order = {own_side: sides[own_side], **sides}
-        missing = [out for side in in_order.values() for out in side]
-        what = ", but ".join(
-            f"{ended.name(side[0]) if len(side) == 1 else ranks_text(out.rank for out in side)} {did}"
-            f"{_is_at(ended, side[0], called_by[side[0].rank])}"
-            for did, side in in_order.items()
-        )
+        behaviour = "made another call than the others" if is_own_wait else behaviour
+    clauses: list[str] = []
+    for side in odd[:_SHOWN_SIDES]:
+        call = called_by[side[0].rank]
+        who = ended.name(side[0]) if len(side) == 1 else ended.names(out.rank for out in side)
+        unlike = ", unlike the others," if has_majority and not behaviour and not clauses else ""
+        did = behaviour or what_differs(call)
+        clauses.append(f"{who}{unlike} {did}{_is_at(ended, side[0], call)}")
+    if len(odd) > _SHOWN_SIDES:
+        clauses.append(f"{sum(map(len, odd[_SHOWN_SIDES:]))} more ranks differ from these")
+    missing = [out for side in odd for out in side]
+    if len(missing) == 1:
+        clauses[0] += f", on {root.hostname}"
+    if len(clauses) == 2 and not has_majority:  # noqa: PLR2004 - either side may be wrong
+        what = ", but ".join(clauses)
+    else:
+        what = ", and ".join(filter(None, [", ".join(clauses[:-1]), clauses[-1]]))
     lines = [*details, *handled, *positions(ended)]
     what = f"{what}, {ended.when('hang')}."
     return ended.timeout_error(setting, what, advice, lines, missing=missing)
