@@ -18,7 +18,7 @@ from typing import Literal
 from ddpsafe._errors import PreemptedError
 from ddpsafe._host import end_by_signal
 from ddpsafe._stdlib_private import become_main_process, run_as_main
-from ddpsafe._wire.exception_facts import where_of
+from ddpsafe._wire.exception_facts import exit_code_of, where_of
 from ddpsafe._wire.messages import ScriptExit
 
 Kind = Literal["script", "module", "program"]
@@ -95,7 +95,7 @@ def run_script(local_rank: int, script: Script) -> ScriptExit | None:
             compiled = compile(source, target, "exec", dont_inherit=True)
             exec(compiled, vars(main))  # noqa: S102 - the user's own script
     except SystemExit as end:
-        if end.code not in {None, 0}:
+        if exit_code_of(end):
             raise
         return ScriptExit(where=where_of(end.__traceback__))
     except PreemptedError:

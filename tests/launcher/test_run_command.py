@@ -183,14 +183,20 @@ def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
     assert done.lines() == said, done.err
 
 
-def test_the_command_exits_with_the_ranks_exit_code(tmp_path: Path) -> None:
-    """The message names the rank and the line without any frame of the command line."""
-    source = "import sys\nsys.exit(7)\n"
+@pytest.mark.parametrize(("code", "exits_with"), [("7", 7), ("['no data', 3]", 1)])
+def test_the_command_exits_with_the_ranks_exit_code(
+    tmp_path: Path, code: str, exits_with: int
+) -> None:
+    """The message names the rank and the line without any frame of the command line.
+
+    Python takes any object for a code, and 1 for those that are no number.
+    """
+    source = f"import sys\nsys.exit({code})\n"
     (tmp_path / "train.py").write_text(source, encoding="utf-8")
     kept = str(tmp_path / "kept")
     done = run(tmp_path, "--nproc-per-node", "1", "--run-dir", kept, "train.py")
-    assert done.code == 7
-    assert "rank 0 (world_size 1) exited with code 7" in done.err
+    assert done.code == exits_with
+    assert f"rank 0 (world_size 1) exited with code {exits_with}" in done.err
     assert "train.py:2" in done.err
     assert "cli.py" not in done.err
 
