@@ -13,12 +13,12 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
@@ -32,17 +32,21 @@ from ddpsafe.data._loader.equal_readers import (
 )
 from ddpsafe.data._loader.machine_limits import add_note
 from ddpsafe.data._loader.reading import PATH_ATTRIBUTES, describe_index
-from ddpsafe.data._loader.sampler_search import find_epoch_holder
+from ddpsafe.data._loader.sampler_search import find_epoch_holder, samplers_of
 from ddpsafe.data._loader.worker_safety import find_handles, find_unpicklable, start_method_of
 from ddpsafe.data._per_process import closing_what_opens
 from ddpsafe.data._replica import current_replica
 from ddpsafe.data.errors import DatasetInconsistencyError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _PROBES: Final = 64
 # Items are read beside the paths, because labels may come from elsewhere: wrong ones show in most items.
 _PROBES_BESIDE_PATHS: Final = 16
 # Decoders of two hosts may differ in the last bit of a pixel; labels and masks are small or integers.
 _COMPARED_VALUES: Final = 1_024
+_SAMPLERS_BY_NUMBER: Final = ("torch", "ddpsafe")
 
 
 def sorted_files(
@@ -93,6 +97,9 @@ def sorted_files(
     return sorted(files, key=lambda path: os.fsencode(path.relative_to(top).as_posix()))
 
 
+Part: TypeAlias = tuple[str, Literal["number", "text", "other"]]
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetView:
     """What identifies a dataset when ranks compare theirs.
@@ -102,14 +109,14 @@ class DatasetView:
         kind: Its type's name, and what is compared.
         indices: Which samples are compared.
         item: Index -> text that identifies the sample, the same on every host.
-        parts: Index -> the texts of the parts of the sample, and whether each is a single value.
+        parts: Index -> the texts of the parts of the sample, and what each is.
     """
 
     length: int | None
     kind: str
     indices: range | list[int] = range(0)
     item: Callable[[int], str] = str
-    parts: Callable[[int], list[tuple[str, bool]]] = lambda _: []
+    parts: Callable[[int], list[Part]] = lambda _: []
     by_paths: bool = False
 
     def _samples(self) -> Iterator[bytes]:
@@ -131,13 +138,21 @@ class DatasetView:
         return torch.from_numpy(rows.reshape(-1, ITEM_DIGEST_BYTES).copy())
 
 
-def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetView]:
+def _count_items(dataset: Any) -> int | None:
+    """Return how many items a dataset has; ``None`` for a stream, whose length may be that of a rank's share."""
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return None if is_stream or not hasattr(dataset, "__len__") else len(dataset)
+
+
+def views_of(
+    dataset: Any, key: Callable[[int], object] | None, *, by_number: bool = True
+) -> list[DatasetView]:
     """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes.
 
     Some items are viewed beside the paths, unless they are random. Of large arrays of floats or bytes
-    only shape and dtype count.
+    only shape and dtype count. Without `by_number`, a sampler of the user's may give other keys than numbers.
     """
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+    length = _count_items(dataset)
     # A class of the script has two names: in a spawned process, the script's module is __mp_main__.
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
@@ -148,11 +163,10 @@ def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetV
     if callable(method) or isinstance(value, str):
         own = str(method()) if callable(method) else str(value)
         return [DatasetView(length, f"{name} by its fingerprint", range(1), lambda _: own)]
-    has_items = length is not None and hasattr(dataset, "__getitem__")
     by_paths = _view_paths(dataset, length, f"{name} by its paths")
     if by_paths is not None:
         paths, root = by_paths
-        if not (has_items and length):
+        if not length:
             return [paths]
         items = _view_items(
             dataset,
@@ -161,12 +175,13 @@ def views_of(dataset: Any, key: Callable[[int], object] | None) -> list[DatasetV
             _PROBES_BESIDE_PATHS,
             # A sample may hold paths, and hosts may mount the data in different places.
             lambda sample: text_of(sample, _coarse_content).replace(root, ""),
+            by_number=by_number,
         )
         return [paths] if items is None else [paths, items]
-    if not has_items:
+    if length is None:
         return [DatasetView(length, name)]
-    items = _view_items(dataset, name, "probes", _PROBES, stable_text)
-    return [items or DatasetView(length, f"{name} by its length, as its items are random")]
+    items = _view_items(dataset, name, "probes", _PROBES, stable_text, by_number=by_number)
+    return [items or DatasetView(length, f"{name} by its length, as its items cannot be compared")]
 
 
 def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetView, str] | None:
@@ -185,10 +200,10 @@ def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetVie
         root = os.path.commonpath([os.path.dirname(_path_of(entry)) for entry in listing] or [""])  # noqa: PTH120 - for a million paths; Path is 20 times slower
     prefix = os.path.join(os.fspath(root), "")  # noqa: PTH118 - as above
 
-    def parts(index: int) -> list[tuple[str, bool]]:
+    def parts(index: int) -> list[Part]:
         entry = listing[index]
         rest = stable_text(entry[1:]) if isinstance(entry, tuple | list) else ""
-        return [(_path_of(entry).removeprefix(prefix), False), (rest, True)]
+        return [(_path_of(entry).removeprefix(prefix), "other"), (rest, "number")]
 
     def item(index: int) -> str:
         return "|".join(text for text, _ in parts(index))
@@ -201,9 +216,15 @@ def _path_of(entry: Any) -> str:
 
 
 def _view_items(
-    dataset: Any, name: str, unit: str, count: int, text: Callable[[Any], str]
+    dataset: Any,
+    name: str,
+    unit: str,
+    count: int,
+    text: Callable[[Any], str],
+    *,
+    by_number: bool,
 ) -> DatasetView | None:
-    """View some items, evenly spread; ``None`` if they are random, and so do not identify a dataset.
+    """View some items, evenly spread; ``None`` if they are random or have other keys than numbers.
 
     `unit` is what several items are called; `text` is the same for equal items on every host.
     """
@@ -223,25 +244,33 @@ def _view_items(
     def item(index: int) -> str:
         return text(read(index))
 
-    def parts(index: int) -> list[tuple[str, bool]]:
+    def parts(index: int) -> list[Part]:
         sample = read(index)
         values = list(sample.values()) if isinstance(sample, Mapping) else sample
         values = values if isinstance(values, list | tuple) else [values]
         return [
-            (item_digest(text(value).encode("utf-8", "replace")), _is_single(value))
+            (item_digest(text(value).encode("utf-8", "replace")), _kind_of(value))
             for value in values
         ]
 
-    # A dataset that draws from its own generator gives another item each time.
-    if indices and item(indices[0]) != item(indices[0]):
+    try:
+        # A dataset that draws from its own generator gives another item each time.
+        if indices and item(indices[0]) != item(indices[0]):
+            return None
+    except Exception:
+        if by_number:
+            raise
         return None
     return DatasetView(length, f"{name} by {len(indices)} {unit}", indices, item, parts)
 
 
-def _is_single(value: Any) -> bool:
-    """Return whether a value is one number or text, as labels are."""
+def _kind_of(value: Any) -> Literal["number", "text", "other"]:
+    """Return whether a value is one number, as labels are, or a text, as paths and names are."""
+    if isinstance(value, str | bytes):
+        return "text"
     size = value.numel() if isinstance(value, torch.Tensor) else getattr(value, "size", None)
-    return size == 1 or value is None or isinstance(value, int | float | complex)
+    is_number = size == 1 or value is None or isinstance(value, int | float | complex)
+    return "number" if is_number else "other"
 
 
 @contextlib.contextmanager
@@ -303,7 +332,7 @@ def check_dataset_consistency(
             the dataset) and the first item that differs.
         Exception: What the dataset raised, with a note of the index, if no rank could read it.
     """
-    if key is not None and not hasattr(dataset, "__len__"):
+    if key is not None and _count_items(dataset) is None:
         raise ConfigError(
             Explanation(
                 "key= was given for a dataset without a length.",
@@ -325,7 +354,13 @@ def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
     Returns the dataset's fingerprint, as `check_dataset_consistency` does.
     """
     method = start_method_of(loader.multiprocessing_context) if loader.num_workers else None
-    return compare_datasets(_Reading(loader.dataset), loader_facts(loader), start_method=method)
+    # A multi-scale sampler gives pairs of an index and a size, for one.
+    is_own = any(
+        type(each).__module__.partition(".")[0] not in _SAMPLERS_BY_NUMBER
+        for each in samplers_of(loader)
+    )
+    reading = _Reading(loader.dataset, by_number=not is_own)
+    return compare_datasets(reading, loader_facts(loader), start_method=method)
 
 
 def compare_datasets(
@@ -364,13 +399,20 @@ def compare_datasets(
                 fix=f"give every rank the same {fact}.",
                 ranks=odd,
             )
+    fingerprint = str(report["views"][0]["fingerprint"])
     for place in range(min(len(entry["views"]) for entry in reports)):
         if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
             described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
             # The job ends here, so this process may read what a worker has read before.
             view = reading.views()[place]
-            raise _unequal_data(reading.dataset, view, described)
-    return str(report["views"][0]["fingerprint"])
+            digests = [rows.numpy() for rows in gather_rows(view.digests())]
+            lists = {tuple(map(bytes, rows)) for rows in digests}
+            files = {file for each in lists for file in each}
+            # The ranks may have divided the files of a stream, and some may share a part.
+            if view.length is not None or len(files) < sum(map(len, lists)):
+                raise _unequal_data(reading.dataset, view, described, digests)
+            fingerprint = hashlib.blake2b(b"".join(sorted(files)), digest_size=16).hexdigest()
+    return fingerprint
 
 
 def _inconsistent(
@@ -417,9 +459,11 @@ def compare_states(state: Mapping[str, object]) -> None:
 class _Reading(Dataset[Any]):
     """What is read of a dataset, as the only item of another one, so that a DataLoader worker can read it."""
 
-    def __init__(self, dataset: Any, key: Callable[[int], object] | None = None) -> None:
+    def __init__(
+        self, dataset: Any, key: Callable[[int], object] | None = None, *, by_number: bool = True
+    ) -> None:
         self.dataset = dataset
-        self._key = key
+        self._key, self._by_number = key, by_number
 
     def __len__(self) -> int:
         return 1
@@ -445,7 +489,7 @@ class _Reading(Dataset[Any]):
         return {"error": None, "length": views[0].length, "views": described}, None
 
     def views(self) -> list[DatasetView]:
-        return views_of(self.dataset, self._key)
+        return views_of(self.dataset, self._key, by_number=self._by_number)
 
     def report(self, start_method: str | None) -> tuple[dict[str, Any], Exception | None]:
         """Read in a worker, or in this process; return an exception instead of raising it."""
@@ -467,9 +511,8 @@ class _Reading(Dataset[Any]):
 
     def _may_be_sent(self, start_method: str) -> bool:
         """Return whether there are items for a worker to read, and it can receive the dataset as it is."""
-        has_items = hasattr(self.dataset, "__getitem__") and hasattr(self.dataset, "__len__")
         # No process of `multiprocessing` that is a daemon may start another one.
-        if not has_items or multiprocessing.current_process().daemon:
+        if _count_items(self.dataset) is None or multiprocessing.current_process().daemon:
             return False
         if start_method == "fork":
             # It would move the position of a file that is open here, and wait for ever for a lock that a
@@ -485,11 +528,13 @@ def _report_of(error: Exception) -> dict[str, Any]:
 
 
 def _unequal_data(
-    dataset: object, view: DatasetView, reports: list[dict[str, Any]]
+    dataset: object,
+    view: DatasetView,
+    reports: list[dict[str, Any]],
+    digests: Sequence[NDArray[np.uint8]],
 ) -> DatasetInconsistencyError:
     """Find the first compared sample that differs, and make the error with the advice that fits."""
     odd, usual = _minority([report["fingerprint"] for report in reports])
-    digests = [rows.numpy() for rows in gather_rows(view.digests())]
     theirs, others = digests[usual], digests[odd[0]]
     count = min(len(theirs), len(others))
     unequal = np.flatnonzero((theirs[:count] != others[:count]).any(axis=1))
@@ -506,7 +551,7 @@ def _unequal_data(
     difference = UnequalData(
         same_length=same_length,
         same_samples=sorted(map(bytes, theirs)) == sorted(map(bytes, others)),
-        only_labels=has_equal_input(facts[usual]["parts"], facts[odd[0]]["parts"]),
+        unequal=unequal_parts(facts[usual]["parts"], facts[odd[0]]["parts"]),
         is_split=facts[usual]["is_split"],
         has_paths=reports[usual]["by_paths"],
     )
@@ -528,13 +573,15 @@ def _unequal_data(
     )
 
 
-def has_equal_input(parts: Any, others: Any) -> bool:
-    """Return whether two samples have an equal input, so that only their labels differ."""
+def unequal_parts(parts: Any, others: Any) -> set[str]:
+    """Return what differs in two samples with an equal input: ``"number"``, ``"text"``, ``"other"``."""
+    pairs = list(zip(parts or (), others or (), strict=False))
     # An input that is a single number tells apart only where it comes first.
-    pairs = zip(parts or (), others or (), strict=False)
-    return any(
-        one == other and (place == 0 or not one[1]) for place, (one, other) in enumerate(pairs)
+    has_equal_input = any(
+        one == other and (place == 0 or one[1] != "number")
+        for place, (one, other) in enumerate(pairs)
     )
+    return {one[1] for one, other in pairs if one != other} if has_equal_input else set()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -543,13 +590,13 @@ class UnequalData:
 
     Attributes:
         same_samples: Whether what was compared is the same, in another order.
-        only_labels: Whether the first sample that differs has an equal input.
+        unequal: What differs in the first sample that does, if its input is equal.
         is_split: Whether the dataset is a part of another one, as `random_split` makes it.
     """
 
     same_length: bool
     same_samples: bool
-    only_labels: bool
+    unequal: set[str]
     is_split: bool
     has_paths: bool
 
@@ -562,7 +609,14 @@ class _DifferenceRule(NamedTuple):
 
 DIFFERENCES: Final = (
     _DifferenceRule(
-        lambda data: data.only_labels,
+        lambda data: data.unequal == {"text"},
+        "the samples are equal but for a text, such as a path or an id of each rank, unless they were "
+        "shuffled per rank.",
+        "make them equal, or leave them out of the samples. If they may differ, make the loader with "
+        "check=False, and compare the rest with check_dataset_consistency(dataset, key=…).",
+    ),
+    _DifferenceRule(
+        lambda data: bool(data.unequal),
         "the samples have equal inputs but other labels: the classes are numbered in an order that "
         "differs between processes, as that of a set or of a directory listing does.",
         "number them in a fixed order: {name: i for i, name in enumerate(sorted(set(labels)))}.",

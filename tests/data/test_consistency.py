@@ -21,6 +21,7 @@ from data_programs import (
     Reader,
     consistency,
     consistency_of_pictures,
+    consistency_of_streams,
     refused_pictures,
     run_ranks,
 )
@@ -34,7 +35,7 @@ from ddpsafe.data._consistency import (
     DIFFERENCES,
     UnequalData,
     _coarse_content,
-    has_equal_input,
+    unequal_parts,
 )
 from ddpsafe.data._loader.equal_readers import checksum, stable_text, text_of
 from ddpsafe.data._loader.loader import build_loader
@@ -95,14 +96,36 @@ def test_labels_are_compared_where_the_dataset_lists_files() -> None:
     assert result[0]["none"] == result[0]["decoder"] == result[0]["random"]
 
 
+def test_a_stream_is_never_read_by_number_and_may_be_divided() -> None:
+    """Streams with a length, such as torch's ChainDataset, have a ``__getitem__`` that only raises.
+
+    The length may be that of a rank's share, and each rank may list other files, but not the same
+    ones in another order.
+    """
+    result = run_ranks(consistency_of_streams, ranks=3)
+    assert result[0] == result[1] == result[2]
+    assert "in another order" in result[0].pop("reversed")[0]
+    assert {len(fingerprint) for fingerprint in result[0].values()} == {32}
+
+
+A, B = ("a", "other"), ("b", "other")
+
+
 @pytest.mark.parametrize(
     ("parts", "others", "facts", "advice"),
     [
-        ([("a", False), ("1", True)], [("a", False), ("2", True)], {}, "number them"),
-        ([("7", True), ("1", True)], [("7", True), ("2", True)], {}, "number them"),
-        ([("a", False), ("1", True)], [("b", False), ("1", True)], {}, "shuffled, filtered"),
-        ([("a", False)], [("b", False)], {"is_split": True}, "random_split"),
-        ([("a", False)], [("b", False)], {}, "shuffled, filtered"),
+        ([A, ("1", "number")], [A, ("2", "number")], {}, "number them"),
+        ([("7", "number"), ("1", "number")], [("7", "number"), ("2", "number")], {}, "number them"),
+        (
+            [A, ("cat", "text"), ("1", "number")],
+            [A, ("dog", "text"), ("2", "number")],
+            {},
+            "number them",
+        ),
+        ([A, ("/0/a.png", "text")], [A, ("/1/a.png", "text")], {}, "check=False"),
+        ([A, ("1", "number")], [B, ("1", "number")], {}, "shuffled, filtered"),
+        ([A], [B], {"is_split": True}, "random_split"),
+        ([A], [B], {}, "shuffled, filtered"),
         (None, None, {}, "shuffled, filtered"),
         # A generator changes which samples a part has, and not how many.
         (None, None, {"is_split": True, "same_length": False}, "missing on a host"),
@@ -115,7 +138,7 @@ def test_the_advice_is_about_what_differs(
     same: dict[str, Any] = {"same_length": True, "same_samples": False, "is_split": False}
     difference = UnequalData(
         **{**same, **facts},
-        only_labels=has_equal_input(parts, others),
+        unequal=unequal_parts(parts, others),
         has_paths=False,
     )
     rule = next(rule for rule in DIFFERENCES if rule.holds(difference))
@@ -167,6 +190,19 @@ def test_identity_of_a_dataset_is_the_first_it_offers() -> None:
     )
 
 
+class ByName(dict[str, int]):
+    """A dataset whose keys are names, which a sampler gives."""
+
+
+def test_keys_of_the_users_own_sampler_need_not_be_numbers() -> None:
+    """The dataset is compared by its length then; without such a sampler, what it raises is an error."""
+    dataset = ByName(a=1, b=2)
+    batches = build_loader(dataset, batch_size=2, sampler=["b", "a"])
+    assert [batch.tolist() for batch in batches] == [[2, 1]]
+    with pytest.raises(KeyError, match="0"):
+        build_loader(dataset, batch_size=2)
+
+
 def test_text_of_an_item_holds_no_address() -> None:
     """Equal objects in two processes have equal texts."""
     assert "0x" not in stable_text([object(), lambda: None])
@@ -178,6 +214,13 @@ def test_text_of_an_item_holds_no_address() -> None:
 def objects(step: int) -> np.ndarray[Any, Any]:
     """Return an array of objects, whose bytes are their addresses."""
     return np.array([f"number {step}", {"x": [step]}], dtype=object)
+
+
+def tree(step: int) -> dict[str, Any]:
+    """Return a sample that contains itself."""
+    root: dict[str, Any] = {"id": step, "children": []}
+    root["children"].append({"parent": root})
+    return root
 
 
 @pytest.mark.filterwarnings("ignore:.* nested tensors", "ignore:Sparse CSR", "ignore:.*quantize")
@@ -192,6 +235,7 @@ def objects(step: int) -> np.ndarray[Any, Any]:
         lambda step: torch.full((2,), complex(0, step)).conj(),
         lambda step: torch.full((5000,), 1 + step * 1e-6).to_mkldnn(),
         lambda step: torch.empty(step, device="meta"),
+        tree,
     ],
     ids=[
         "array of objects",
@@ -202,6 +246,7 @@ def objects(step: int) -> np.ndarray[Any, Any]:
         "conjugated",
         "mkldnn",
         "meta",
+        "its own parent",
     ],
 )
 def test_equal_items_have_equal_texts_and_others_have_not(make: Callable[[int], object]) -> None:

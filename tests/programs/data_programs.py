@@ -345,6 +345,45 @@ def consistency_of_pictures(_ctx: ddpsafe.RankContext, faults: list[str]) -> dic
     return found
 
 
+class Shards(IterableDataset[str]):
+    """A stream of the lines of files."""
+
+    def __init__(self, files: list[str]) -> None:
+        self.files = files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+
+class SizedShards(Shards):
+    """One that knows its length."""
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def consistency_of_streams(ctx: ddpsafe.RankContext) -> dict[str, Any]:
+    """Check streams; return each error, or the fingerprint."""
+    files = [f"shard-{i}.tar" for i in range(10)]
+    share = files[ctx.rank :: ctx.world_size]
+    streams = {
+        "whole": SizedShards(files),
+        "divided": Shards(share),
+        "divided, with a length": SizedShards(share),
+        "divided in groups": Shards(files[ctx.rank // 2 :: 2]),
+        "chain": torch.utils.data.ChainDataset([Shards(share), Shards(share)]),
+        "chain with a length": torch.utils.data.ChainDataset([SizedShards(share)]),
+        "reversed": Shards(files[:: -1 if ctx.rank else 1]),
+    }
+    found: dict[str, Any] = {}
+    for kind, stream in streams.items():
+        try:
+            found[kind] = data.check_dataset_consistency(stream)
+        except data.errors.DatasetInconsistencyError as error:  # noqa: PERF203 - one for each
+            found[kind] = (str(error), error.ranks, error.index)
+    return found
+
+
 def refused_pictures(ctx: ddpsafe.RankContext) -> None:
     """Make a loader of a dataset whose labels differ on rank 1."""
     ctx.loader(Pictures("labels"))

@@ -37,6 +37,7 @@ _MOST_SAMPLES: Final = 256
 _SHOWN_SAMPLES: Final = 3
 _SHOWN_CHARS: Final = 80
 ITEM_DIGEST_BYTES: Final = 8
+_MAX_DEPTH: Final = 100
 
 _history: list[str] = []
 """Where the loaders were made whose streams this rank has begun to read, in that order."""
@@ -236,15 +237,21 @@ def stable_text(value: Any) -> str:
     return text_of(value, content_of)
 
 
-def text_of(value: Any, content: Callable[[Any], str]) -> str:
-    """Return the same, with what `content` returns of values that are not plain."""
+def text_of(value: Any, content: Callable[[Any], str], within: tuple[int, ...] = ()) -> str:
+    """Return the same, with what `content` returns of values that are not plain.
+
+    `within` are the ids of the collections around the value, one of which may be the value itself.
+    """
     if value is None or isinstance(value, str | bytes | int | float | complex):
         return repr(value)
+    if id(value) in within or len(within) > _MAX_DEPTH:
+        return "..."
+    within = (*within, id(value))
     if isinstance(value, Mapping):
-        pairs = (f"{k!r}:{text_of(v, content)}" for k, v in value.items())
+        pairs = (f"{k!r}:{text_of(v, content, within)}" for k, v in value.items())
         return "{" + ",".join(pairs) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ",".join(text_of(part, content) for part in value) + "]"
+        return "[" + ",".join(text_of(part, content, within) for part in value) + "]"
     return f"{type(value).__qualname__}{content(value)}"
 
 

@@ -32,6 +32,12 @@ _UNDIVIDED: Final = (
     LocalSampler,
 )
 
+_DIVIDED: Final[dict[type, str]] = {
+    WeightedRandomSampler: "DataLoader(dataset, sampler=WeightedSampler(weights, num_samples=…))",
+    SubsetRandomSampler: "part = Subset(dataset, indices); "
+    "DataLoader(part, sampler=DistributedSampler(part))",
+}
+
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Return what produces the loader's indices, the outermost first."""
@@ -112,13 +118,13 @@ def refuse_undivided(loader: DataLoader[Any]) -> None:
     if isinstance(chain[-1], _UNDIVIDED):
         sampler = chain[-1]
         shuffle = not isinstance(sampler, SequentialSampler) and getattr(sampler, "shuffle", True)
+        default = f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle}))"
         raise MissingDistributedSamplerError(
             Explanation(
                 f"Rank {world.rank} (world_size {world.num_replicas}) would read the whole dataset, "
                 f"as would every other rank: {type(sampler).__name__} does not divide it.",
                 cause="the loader has no distributed sampler.",
-                fix=f"DataLoader(dataset, sampler=DistributedSampler(dataset, shuffle={shuffle})); "
-                "for evaluation sampler=EvalSampler(dataset). If this rank is meant to read "
-                "everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
+                fix=f"{_DIVIDED.get(type(sampler), default)}; for evaluation sampler=EvalSampler(dataset). "
+                "If this rank is meant to read everything: DistributedSampler(dataset, num_replicas=1, rank=0).",
             )
         )
