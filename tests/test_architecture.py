@@ -439,7 +439,7 @@ BUDGETS: Final = {
     "ddpsafe/_launcher": (11_430, "52 rows of guarantees.md: start, watch, diagnosis, report"),
     "ddpsafe/_launcher/nodes": (4_920, "12 rows: who takes part, and one result on all nodes"),
     "ddpsafe/_wire": (2_750, "what crosses a process, as plain data"),
-    "ddpsafe/_worker": (5_950, "what runs in a rank: the context, hooks in torch, waits"),
+    "ddpsafe/_worker": (5_960, "what runs in a rank: the context, hooks in torch, waits"),
     "ddpsafe/checkpoint": (
         6_040,
         "a save that survives any kill, its verification, and states in memory",
@@ -462,7 +462,7 @@ BUDGETS: Final = {
     "tests/nccl_on_cpu": (1_340, "torch's NCCL code without a GPU"),
     "tests/nodes": (5_970, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_430, "hosts, network and clocks of jobs in virtual time"),
-    "tests/programs": (8_890, "what runs in ranks"),
+    "tests/programs": (8_900, "what runs in ranks"),
     "tests/slurm": (390, "a Slurm of this machine alone"),
     "tests/smoke": (240, "the installed wheel"),
     "tests/testing": (450, "the pytest plugin"),

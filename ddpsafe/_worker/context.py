@@ -47,6 +47,11 @@ def barrier_timeout_error(
         f"{context.world} waited {waited_s:.1f} s at the barrier {label!r} "
         f"in attempt {context.attempt}: {names} did not reach it."
     )
+    if context.rank in missing:
+        what = (
+            f"{context.world} reached the barrier {label!r} in attempt {context.attempt} only after the "
+            f"others had given up: {names} did not reach it in time."
+        )
     departure = None if context.control is None else context.control.departure()
     if departure is None and lost:
         cause = f"rank {missing[0]} is lost: {lost}"

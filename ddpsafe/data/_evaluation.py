@@ -143,7 +143,11 @@ def gather_exact(
         }
         usual = next(iter(forms.values()), {})
         if any(form != usual for form in forms.values()):
-            problems = [f"rank {rank}: the values are {form}" for rank, form in forms.items()]
+            problems = [
+                f"rank {rank}: the values are "
+                + ", ".join(f"{name} {text}".strip() for name, text in form.items())
+                for rank, form in forms.items()
+            ]
     if problems:
         raise ConfigError(
             Explanation(

@@ -88,7 +88,7 @@ def encode(value: Any) -> Any:
         raw = base64.b64encode(value.tobytes()).decode()
         shape = None if isinstance(value, np.generic) else list(value.shape)
         return {"numpy": [value.dtype.str, shape, raw]}
-    message = f"{kind.__module__}.{kind.__qualname__} is not a tensor, an array or a plain value"
+    message = f"{kind.__module__}.{kind.__qualname__} is not a dense tensor, an array of numbers or a plain value"
     raise TypeError(message)
 
 

@@ -135,8 +135,8 @@ def test_results_are_returned_in_dataset_order(ranks: int) -> None:
         ("dtype", "ConfigError", "rank 1"),
         ("single number", "ConfigError", "rank 1: values is a single number"),
         ("indices", "ConfigError", "rank 1: an index must be a whole number"),
-        ("object", "ConfigError", "rank 1: builtins.object is not a tensor"),
-        ("names", "ConfigError", "rank 1: the values are {'\"a\"': 'tensor int64 []'}"),
+        ("object", "ConfigError", "rank 1: builtins.object is not a dense tensor"),
+        ("names", "ConfigError", 'rank 1: the values are "a" tensor int64 []'),
     ],
 )
 def test_fault_on_one_rank_is_raised_on_every_rank(fault: str, kind: str, text: str) -> None:

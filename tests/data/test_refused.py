@@ -94,7 +94,7 @@ REFUSED: Final[list[tuple[Callable[[], object], str]]] = [
     (of(even_steps, [1], policy="max"), "policy cannot be 'max'"),
     (of(even_steps, [1], policy="join"), "needs the DDP model"),
     (lambda: next(masked_batches(DataLoader(Numbers(9), 2, sampler=EvalSampler(9, 2, 1)))), "does not pad"),
-    (of(gather_exact, [object()], [0]), "builtins.object is not a tensor, an array or a plain value"),
+    (of(gather_exact, [object()], [0]), "builtins.object is not a dense tensor, an array of numbers or a plain value"),
     (of(gather_exact, [sys.version_info], [0]), "version_info is not"),  # a class derived from tuple
     (of(gather_exact, torch.eye(1).to_sparse(), [0]), "cannot be sent as plain rows"),
     (of(gather_exact, np.array([object()]), [0]), "cannot be sent as plain rows"),

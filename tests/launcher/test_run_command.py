@@ -189,7 +189,7 @@ def test_the_command_exits_with_the_ranks_exit_code(
 ) -> None:
     """The message names the rank and the line without any frame of the command line.
 
-    Python takes any object for a code, and 1 for those that are no number.
+    Python exits with 1 if the code is another object than a number.
     """
     source = f"import sys\nsys.exit({code})\n"
     (tmp_path / "train.py").write_text(source, encoding="utf-8")

@@ -295,12 +295,18 @@ def survive_failure_of_rank_zero(ctx: RankContext) -> dict[str, Any]:
 
 
 def look_whether_all_are_there(ctx: RankContext) -> float:
-    """Enter a barrier without waiting; rank 0 never does. Return how long it took."""
+    """Enter a barrier without waiting, rank 0 after the others. Return how long it took."""
     began_s = time.monotonic()
+    if ctx.world_size == 1:
+        return 0.0
+    if ctx.is_main:
+        ctx.all_gather(ctx.rank)
+    error = caught(lambda: ctx.barrier("now", timeout=timedelta(0)))
+    assert isinstance(error, ddpsafe.LaunchTimeoutError)
+    assert error.setting == "barrier"
+    assert ctx.is_main == ("rank 0 (world_size 3) reached the barrier 'now'" in str(error)), error
     if not ctx.is_main:
-        error = caught(lambda: ctx.barrier("now", timeout=timedelta(0)))
-        assert isinstance(error, ddpsafe.LaunchTimeoutError)
-        assert error.setting == "barrier"
+        ctx.all_gather(ctx.rank)
     return time.monotonic() - began_s
 
 
