@@ -171,9 +171,7 @@ class _IncomparableError(Exception):
     ],
     ids=["equal ones", "one that raises when compared"],
 )
-def test_causes_are_compared_by_identity(
-    causes: Sequence[BaseException],
-) -> None:
+def test_causes_are_compared_by_identity(causes: Sequence[BaseException]) -> None:
     """Equal causes are neither merged nor taken for a circle; `retry` compares in the same way."""
     chain = [_errors.ConfigError("It is wrong."), *causes]
     for error, cause in itertools.pairwise(chain):

@@ -26,11 +26,7 @@ import spawn_programs
 import ddpsafe
 from ddpsafe._config.backend_names import KNOWN_TO_EVERY_TORCH
 
-TWO: Final[dict[str, Any]] = {
-    "nproc_per_node": 2,
-    "backend": "gloo",
-    "start_method": "forkserver",
-}
+TWO: Final[dict[str, Any]] = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
 """Two ranks, started fast; the start method is not the point of most tests."""
 
 
@@ -48,9 +44,7 @@ def _cores() -> int:
 
 
 @pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_every_rank_runs_the_function_in_one_group_and_returns_its_value(
-    start_method: str,
-) -> None:
+def test_every_rank_runs_the_function_in_one_group_and_returns_its_value(start_method: str) -> None:
     """Values are ordered by rank; each rank knows its ranks, its arguments and the other ranks."""
     result = ddpsafe.launch(
         programs.describe,
@@ -208,9 +202,7 @@ def test_a_result_that_cannot_be_pickled_is_named_by_its_path_and_not_retried(
 
 
 @pytest.mark.full
-def test_a_result_that_exits_where_it_is_loaded_does_not_end_the_launcher(
-    run_dir: Path,
-) -> None:
+def test_a_result_that_exits_where_it_is_loaded_does_not_end_the_launcher(run_dir: Path) -> None:
     """A `SystemExit` from a `__setstate__` is caught as an error of that value."""
     with pytest.raises(
         ddpsafe.RankFailedError, match=r"loading it raised SystemExit\(3\)"

@@ -66,9 +66,7 @@ def test_optimizer_with_other_groups_leaves_the_model_unchanged(tmp_path: Path) 
     before = model.weight.clone()
     groups = [{"params": [each]} for each in model.parameters()]
     now = {"model": model, "optimizer": torch.optim.Adam(groups)}
-    assert refused(tmp_path, make(), now) == {
-        "optimizer['param_groups']": ("1 group", "2 groups"),
-    }
+    assert refused(tmp_path, make(), now) == {"optimizer['param_groups']": ("1 group", "2 groups")}
     assert torch.equal(model.weight, before)
 
 

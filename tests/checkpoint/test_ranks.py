@@ -67,9 +67,7 @@ def assert_matches(pattern: str, text: str) -> None:
     assert re.search(pattern, text), text
 
 
-def test_ranks_agree_after_a_failed_save(
-    disagreement: dict[int, dict[str, Any]],
-) -> None:
+def test_ranks_agree_after_a_failed_save(disagreement: dict[int, dict[str, Any]]) -> None:
     """The next save works, and a restore returns its values."""
     for rank in range(2):
         assert disagreement[rank]["backwards"]["class"] == "StepOrderError"

@@ -287,9 +287,7 @@ def test_variables_of_ranks_keep_their_case(monkeypatch: pytest.MonkeyPatch) -> 
     assert config.retry.on == {"network", ConnectionError}
 
 
-def test_every_kind_of_field_can_come_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_kind_of_field_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts, words, nulls, empty values, and paths with their requirements are parsed."""
     variables = {
         "NPROC_PER_NODE": "2",
@@ -381,10 +379,7 @@ FIELDS = st.dictionaries(
 )
 
 
-@settings(
-    max_examples=150,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example(fields={"_\ud800": None})
 @example(fields={"rendezvous": {"endpoint": "\ud800:1"}})
 @given(fields=FIELDS | st.one_of(TABLES))

@@ -485,10 +485,7 @@ def test_batches_are_those_of_torchs_loader(size: int, *, drop_last: bool) -> No
     sampler = DistributedSampler(2999, 2, 1)
     loader = DataLoader(Numbers(2999), size, sampler=sampler, drop_last=drop_last)
     torchs = TorchDataLoader(
-        Numbers(2999),
-        size,
-        sampler=TorchDistributedSampler(range(2999), 2, 1),
-        drop_last=drop_last,
+        Numbers(2999), size, sampler=TorchDistributedSampler(range(2999), 2, 1), drop_last=drop_last
     )
     drawn = 0
     for batch, expected in zip(loader, torchs, strict=True):

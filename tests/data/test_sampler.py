@@ -521,13 +521,7 @@ def test_largest_batch_comes_first_on_request(options: Any) -> None:
 @may_warn
 @pytest.mark.parametrize(
     ("saved", "window", "loads"),
-    [
-        (None, None, 100),
-        (100, None, 100),
-        (100, -5, 100),
-        (100, True, 100),
-        (100, 8, None),
-    ],
+    [(None, None, 100), (100, None, 100), (100, -5, 100), (100, True, 100), (100, 8, None)],
 )
 def test_position_in_other_batches_is_refused(
     saved: int | None, window: object, loads: int | None

@@ -8,14 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from data_programs import (
-    Augmented,
-    ByRng,
-    Numbers,
-    augmentation_traces,
-    run_ranks,
-    seeded_traces,
-)
+from data_programs import Augmented, ByRng, Numbers, augmentation_traces, run_ranks, seeded_traces
 
 import ddpsafe
 from ddpsafe.data import DataLoader, DistributedSampler, sample_rng, seed_worker

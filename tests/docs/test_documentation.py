@@ -83,10 +83,7 @@ def test_examples_of_a_page_run_as_one_script(script: Script, tmp_path: Path) ->
     is_readme = script.page.name == "README.md"
     file.write_text(script.text, encoding="utf-8")
     run = scripts.Script(
-        [str(file)],
-        folder=tmp_path,
-        env=scripts.SPAWNING if is_readme else None,
-        fresh=is_readme,
+        [str(file)], folder=tmp_path, env=scripts.SPAWNING if is_readme else None, fresh=is_readme
     ).end()
     assert run.code == 0, f"{script.page}:\n{script.text}\n{run.out}\n{run.err}"
 

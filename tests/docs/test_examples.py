@@ -132,10 +132,7 @@ def test_ported_slurm_script_runs_without_slurm(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak),
-        pytest.param((), id="python"),
-    ],
+    [pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak), pytest.param((), id="python")],
 )
 def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Batch norm stays unchanged on CPUs, which have no SyncBatchNorm."""
@@ -148,10 +145,7 @@ def test_ported_gradient_accumulation_learns(launcher: tuple[str, ...], tmp_path
 @pytest.mark.full
 @pytest.mark.parametrize(
     "launcher",
-    [
-        pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak),
-        pytest.param((), id="python"),
-    ],
+    [pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.soak), pytest.param((), id="python")],
 )
 def test_digits_are_recognised_and_pictures_drawn(
     launcher: tuple[str, ...], tmp_path: Path

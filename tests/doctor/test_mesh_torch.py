@@ -123,9 +123,7 @@ def test_full_preflight_reports_ranks_that_are_not_consecutive_on_a_node(
     assert "is not the only rank that considers itself the first of node 0" in err
 
 
-def test_automatic_interface_works_where_hostnames_lead_to_loopback(
-    make_hosts: MakeHosts,
-) -> None:
+def test_automatic_interface_works_where_hostnames_lead_to_loopback(make_hosts: MakeHosts) -> None:
     """With Debian's /etc/hosts gloo fails; ``interface="auto"`` is enough to fix it."""
     network = make_hosts(2, hosts_file=names_as_debian)
     asked = json.dumps({"rendezvous": {"interface": "auto"}, "timeouts": {"start": 30}})

@@ -73,9 +73,7 @@ def test_interface_variable_is_checked_by_the_rules_of_its_library(
     assert doctor.run(checks={"NET"}).healthy
 
 
-def test_variable_of_an_unused_library_does_not_matter(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_variable_of_an_unused_library_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A cluster's profile may set NCCL's interface although only gloo runs."""
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib7")
     assert doctor.run(checks={"NET"}, backend="gloo").healthy

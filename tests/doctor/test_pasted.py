@@ -130,9 +130,7 @@ def test_firewall_that_lets_nothing_out_is_opened_on_its_host(
     require_repair(network, no_variables(network), "DS-MESH-031")
 
 
-def test_stateless_port_filter_is_opened_on_its_host(
-    make_hosts: MakeHosts,
-) -> None:
+def test_stateless_port_filter_is_opened_on_its_host(make_hosts: MakeHosts) -> None:
     """Both directions fail, as answers are dropped too; the host without a filter gets no lines."""
     network = make_hosts(2)
     source = network[1].address()
@@ -321,10 +319,7 @@ def test_network_of_bonds_and_vlans_is_repaired(make_hosts: MakeHosts) -> None:
 
     without = {"bond0": [1], "eth0.100": [0]}
     network = make_hosts(2, nics=nics, without=without, hosts_file=lead_to_bridge)
-    env: Variables = {
-        0: {"GLOO_SOCKET_IFNAME": "bond0"},
-        1: {"GLOO_SOCKET_IFNAME": "eth0.100"},
-    }
+    env: Variables = {0: {"GLOO_SOCKET_IFNAME": "bond0"}, 1: {"GLOO_SOCKET_IFNAME": "eth0.100"}}
     codes = paste_until_healthy(network, env)
     assert codes == ["DS-MESH-023"]
 

@@ -119,10 +119,7 @@ def test_a_large_log_is_read_like_a_small_one() -> None:
         # A large log is not searched for lines that a paste has folded.
         if table.examples and ("\n" not in table.examples[0] or 'File "' in table.examples[0])
     ]
-    for log in (
-        *logs,
-        "bash: torchrun: 未找到命令",
-    ):
+    for log in (*logs, "bash: torchrun: 未找到命令"):
         small, large = explain_text(log), explain_text(f"{filler}\n{log}\n{filler}\n")
         assert [(each.code, each.rank) for each in small] == [
             (each.code, each.rank) for each in large

@@ -48,10 +48,7 @@ class Unread:
         self._folder = folder
         self._ours, theirs = os.openpty() if on == "terminal" else os.pipe()
         arguments = write_script(folder, text)
-        with (
-            Path(os.devnull).open("rb") as nothing,
-            (folder / "script.err").open("wb") as err,
-        ):
+        with Path(os.devnull).open("rb") as nothing, (folder / "script.err").open("wb") as err:
             self.process = scripts.start(
                 arguments,
                 folder=folder,
@@ -108,12 +105,7 @@ class Unread:
 
 @contextlib.contextmanager
 def unread(
-    folder: Path,
-    then: str,
-    options: str = "",
-    *,
-    on: str = "pipe",
-    unbuffered: bool = False,
+    folder: Path, then: str, options: str = "", *, on: str = "pipe", unbuffered: bool = False
 ) -> Iterator[Unread]:
     """Start the script; see `console_programs.write_much` for what its rank does."""
     script = Unread(folder, then, options, on=on, unbuffered=unbuffered)
@@ -258,8 +250,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("what", "console"),
-    [("lines", "rank-zero"), ("lines", "json"), ("one line", "all")],
+    ("what", "console"), [("lines", "rank-zero"), ("lines", "json"), ("one line", "all")]
 )
 def test_much_output_needs_no_memory_of_the_launcher(
     tmp_path: Path, what: str, console: str
@@ -268,10 +259,7 @@ def test_much_output_needs_no_memory_of_the_launcher(
     script = scripts.write(tmp_path, "train.py", WRITES)
     ours, theirs = os.pipe()
     process = scripts.start(
-        [str(script), what, console],
-        folder=tmp_path,
-        streams=[0, theirs, 2],
-        fresh=True,
+        [str(script), what, console], folder=tmp_path, streams=[0, theirs, 2], fresh=True
     )
     os.close(theirs)
     try:

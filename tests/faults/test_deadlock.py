@@ -16,12 +16,7 @@ def test_message_shows_the_main_thread_and_the_stacks_show_the_other(
 ) -> None:
     """The message shows the line where the rank waits; the run directory has all its threads."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(
-        "collective",
-        train,
-        programs.wait_for_each_other,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, programs.wait_for_each_other, **BY_TIMEOUT)
     require_hang(error, 1)
     assert require_places(error, [1]) == {1: "wait_for_each_other"}
     stacks = (tmp_path / "run" / "attempt-1" / "rank-1.stacks").read_text()

@@ -48,10 +48,7 @@ def test_a_rank_that_exits_has_failed(
 @pytest.mark.full(but=["os._exit(7)"])
 @pytest.mark.parametrize(("fault", "error_class", "code"), EXITS)
 def test_a_rank_that_exits_from_an_unported_script_has_failed(
-    tmp_path: Path,
-    fault: Callable[..., Any],
-    error_class: type[ddpsafe.RankFailedError],
-    code: int,
+    tmp_path: Path, fault: Callable[..., Any], error_class: type[ddpsafe.RankFailedError], code: int
 ) -> None:
     """`torch.multiprocessing.spawn` returns normally for four of these exits."""
     world = World(folder=tmp_path, start_method="forkserver")

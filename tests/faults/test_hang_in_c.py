@@ -16,12 +16,7 @@ def test_a_rank_that_holds_the_gil_is_named_with_its_line(
 ) -> None:
     """A signal handler in C, which does not need the GIL, reports the stack."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.launch_fails(
-        "collective",
-        train,
-        programs.hold_the_gil,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, programs.hold_the_gil, **BY_TIMEOUT)
     require_hang(error, 1)
     names = require_places(error, range(ranks))
     assert names.pop(1) == "hold_the_gil"

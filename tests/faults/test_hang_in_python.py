@@ -29,12 +29,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
 ) -> None:
     """It is behind in the sequence of collectives; the message shows every rank's line."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(
-        "collective",
-        train,
-        fault,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, fault, **BY_TIMEOUT)
     require_hang(error, 1)
     assert f"rank 1 (world_size {ranks}) is behind at {programs.__file__}:" in str(error)
     assert "in all_reduce number 3 " in str(error)
@@ -46,27 +41,14 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(
 def test_a_hang_in_an_unported_script_ends_at_the_launchs_timeout(tmp_path: Path) -> None:
     """A script that names no timeout gets the launch's, where torch would wait for half an hour."""
     world = World(folder=tmp_path)
-    error = world.spawn_fails(
-        "collective",
-        train_by_hand,
-        programs.sleep,
-        1,
-        None,
-        **BY_TIMEOUT,
-    )
+    error = world.spawn_fails("collective", train_by_hand, programs.sleep, 1, None, **BY_TIMEOUT)
     require_hang(error, 1)
 
 
 def test_rank_zero_is_blamed_when_it_hangs(tmp_path: Path) -> None:
     """The rank's number plays no part in the diagnosis."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        "collective",
-        train,
-        programs.sleep,
-        0,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, programs.sleep, 0, **BY_TIMEOUT)
     require_hang(error, 0)
 
 

@@ -66,8 +66,7 @@ if __name__ == "__main__":
 """
 
 JOINS_AT_AN_ADDRESS = JOINS_WITH_TORCH.replace(
-    '"gloo")',
-    '"gloo", "tcp://127.0.0.1:29555", rank=int(os.environ["RANK"]), world_size=2)',
+    '"gloo")', '"gloo", "tcp://127.0.0.1:29555", rank=int(os.environ["RANK"]), world_size=2)'
 ).replace("import torch", "import os, torch", 1)
 
 STARTS_PROCESSES = """
@@ -123,8 +122,7 @@ def run_ranks(folder: Path, source: str, ranks: int) -> scripts.Run:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("source", "ranks"),
-    [(JOINS_IN_WORKERS, 1), (JOINS_WITH_TORCH, 2), (JOINS_AT_AN_ADDRESS, 2)],
+    ("source", "ranks"), [(JOINS_IN_WORKERS, 1), (JOINS_WITH_TORCH, 2), (JOINS_AT_AN_ADDRESS, 2)]
 )
 def test_a_worker_that_joins_when_its_script_is_imported_is_explained(
     tmp_path: Path, source: str, ranks: int

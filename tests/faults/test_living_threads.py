@@ -62,11 +62,7 @@ def test_a_queue_that_its_reader_reads_too_late_is_named(
     queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
     with caplog.at_level(logging.WARNING):
         error = World(folder=tmp_path).spawn_fails(
-            "finish",
-            programs.leave_a_queue,
-            queue,
-            within_s=CRASH_S + 6,
-            timeouts={"finish": 6},
+            "finish", programs.leave_a_queue, queue, within_s=CRASH_S + 6, timeouts={"finish": 6}
         )
     assert "read the queue before you wait for the ranks" in caplog.text
     assert "a process that reads the items of a multiprocessing.Queue" in str(error)
@@ -79,11 +75,7 @@ def test_what_is_not_done_within_the_limit_is_an_error(
     """The warning and the error name the rank and its thread; a success would hide what was cut off."""
     with caplog.at_level(logging.WARNING):
         error = World(folder=tmp_path).launch_fails(
-            "finish",
-            programs.leave,
-            "a thread",
-            within_s=CRASH_S + 5,
-            timeouts={"finish": 5},
+            "finish", programs.leave, "a thread", within_s=CRASH_S + 5, timeouts={"finish": 5}
         )
     require_complete_message(error)
     assert error.missing_ranks == (1,)
@@ -106,11 +98,7 @@ def test_the_launcher_sleeps_until_the_ranks_have_exited(
 
     monkeypatch.setattr(supervisor, "wait", counted)
     World(folder=tmp_path).launch_fails(
-        "finish",
-        programs.leave,
-        "a thread",
-        within_s=CRASH_S + 3,
-        timeouts={"finish": 3},
+        "finish", programs.leave, "a thread", within_s=CRASH_S + 3, timeouts={"finish": 3}
     )
     assert len(limits_s) < 100
 

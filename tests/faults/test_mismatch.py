@@ -24,10 +24,7 @@ def test_a_rank_that_calls_another_collective_is_named(
     """It is the only one with its call; of two ranks, either may be wrong, and both are named."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.launch_fails(
-        "collective",
-        programs.call_another_collective,
-        culprit,
-        **BY_TIMEOUT,
+        "collective", programs.call_another_collective, culprit, **BY_TIMEOUT
     )
     require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
     assert ("entered a different collective than the others" in str(error)) == (ranks > 2)
@@ -98,10 +95,7 @@ def test_a_mismatch_that_torch_finds_is_taken_for_one(
     """With TORCH_DISTRIBUTED_DEBUG=DETAIL torch raises on every rank; the rank that differs is named."""
     # torch reads the variable when it is imported, which a fork server has done before.
     error = World(folder=tmp_path, ranks=3, start_method="spawn").launch_fails(
-        "collective",
-        programs.differ_under_detail,
-        how,
-        env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"},
+        "collective", programs.differ_under_detail, how, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}
     )
     require_hang(error, 1)
     assert said in str(error)

@@ -98,9 +98,7 @@ def test_a_slow_start_is_not_a_hang(tmp_path: Path) -> None:
     """Until all ranks have joined, `timeouts.start` is the limit."""
     world = World(folder=tmp_path)
     values = world.launch(
-        return_rank,
-        SlowToLoad(tmp_path, 2 * PROGRESS_S),
-        timeouts={"progress": PROGRESS_S},
+        return_rank, SlowToLoad(tmp_path, 2 * PROGRESS_S), timeouts={"progress": PROGRESS_S}
     ).values
     assert values == {0: 0, 1: 1}
 
@@ -180,9 +178,7 @@ def test_the_duration_of_the_first_step_is_learned_even_if_it_is_short(
 
 
 @pytest.mark.parametrize("steps_before", [None, 0, 1])
-def test_nothing_is_learned_while_the_launcher_is_suspended(
-    steps_before: int | None,
-) -> None:
+def test_nothing_is_learned_while_the_launcher_is_suspended(steps_before: int | None) -> None:
     """The rank's real time is unknown; a value that is too short would end the next attempt."""
     learned, rank = LearnedGaps(), FakeRank()
     watch = ProgressWatch([rank], "auto", learned=learned)

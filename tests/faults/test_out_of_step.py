@@ -40,12 +40,7 @@ UNRECORDED_S = 6.0
 def test_a_rank_that_skips_an_all_reduce_is_named(tmp_path: Path, ranks: int, culprit: int) -> None:
     """It is alone in its next collective; of two ranks, both are named. The message has both calls."""
     world = World(folder=tmp_path, ranks=ranks)
-    error = world.launch_fails(
-        "collective",
-        programs.skip_one,
-        culprit,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", programs.skip_one, culprit, **BY_TIMEOUT)
     require_hang(error, culprit, or_rank=0 if ranks == 2 else None)
     assert "all_gather number 5 " in str(error)
     assert "all_reduce number 5 " in str(error)
@@ -171,9 +166,7 @@ def test_a_rank_that_does_not_send_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_rank_may_work_alone_after_the_others_have_returned(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_may_work_alone_after_the_others_have_returned(tmp_path: Path) -> None:
     """Rank 0 saves and evaluates by itself at the end, and no rank waits for it."""
     world = World(folder=tmp_path)
     assert world.launch(programs.work_alone_at_the_end, 2.0).values == {0: "saved", 1: "done"}

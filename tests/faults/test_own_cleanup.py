@@ -99,8 +99,7 @@ def test_a_step_withdraws_an_error_that_has_been_handled(
     """
     world = World(folder=tmp_path)
     error = world.spawn_fails(
-        ddpsafe.RankRaisedError,
-        *(programs.fail_beside_a_rank_that_steps, Optimizer(), where),
+        ddpsafe.RankRaisedError, *(programs.fail_beside_a_rank_that_steps, Optimizer(), where)
     )
     require_rank(error, 1)
     assert error.outcomes[0].status == status

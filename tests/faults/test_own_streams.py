@@ -60,9 +60,7 @@ def _descriptors() -> set[str]:
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
-def test_a_failing_flush_leaves_no_descriptor_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failing_flush_leaves_no_descriptor_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception comes through, before anything is created for the ranks."""
     options: Any = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
     ddpsafe.launch(return_rank, **options)

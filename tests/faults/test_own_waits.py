@@ -45,9 +45,7 @@ ROWS = {
         "in the same order",
     ),
     "two barriers": Row(
-        1,
-        ("rank 1 is in barrier 'one'", "ranks 0 and 2 are in barrier 'all'"),
-        "in the same order",
+        1, ("rank 1 is in barrier 'one'", "ranks 0 and 2 are in barrier 'all'"), "in the same order"
     ),
     "new group": Row(
         0,

@@ -25,9 +25,7 @@ def test_a_hard_coded_port_that_is_taken_does_not_matter(tmp_path: Path) -> None
         require_nothing_left(before)
 
 
-def test_a_port_that_the_function_itself_opens_is_explained_and_not_retried(
-    tmp_path: Path,
-) -> None:
+def test_a_port_that_the_function_itself_opens_is_explained_and_not_retried(tmp_path: Path) -> None:
     """The function has started, so another attempt would run it twice."""
     with socket.create_server(("127.0.0.1", 0)) as owner:
         world = World(folder=tmp_path)

@@ -98,9 +98,7 @@ def test_helpers_of_ranks_outlive_a_signal_to_all_processes(
     assert len(set(found["saved"])) == 1
 
 
-def test_what_dies_of_the_request_itself_is_no_failure(
-    outcomes: dict[str, dict[str, Any]],
-) -> None:
+def test_what_dies_of_the_request_itself_is_no_failure(outcomes: dict[str, dict[str, Any]]) -> None:
     """A rank needs a program, and that dies of the SIGTERM to all: the job was stopped, it did not fail."""
     found = outcomes["a program died"]
     assert (found["error"], found["attempt"]) == ("PreemptedError", 1), found["text"]

@@ -31,12 +31,7 @@ def test_a_hanging_rank_without_handlers_is_not_killed_by_the_launchers_question
     tmp_path: Path, fault: Callable[..., Any], place: str
 ) -> None:
     """The signal that asks for its stack would end it, and the message would report a kill."""
-    error = World(folder=tmp_path).launch_fails(
-        "collective",
-        train,
-        fault,
-        **BY_TIMEOUT,
-    )
+    error = World(folder=tmp_path).launch_fails("collective", train, fault, **BY_TIMEOUT)
     require_hang(error, 1)
     assert error.stacks[1].endswith(place), error.stacks
     assert "killed" not in str(error)

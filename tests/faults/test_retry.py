@@ -192,10 +192,7 @@ def test_a_callback_that_raises_ends_the_launch_with_its_error(
     policy = RetryPolicy(on={"killed"}, **SHORT_BACKOFF)
     with pytest.raises(ValueError, match="no more") as caught:
         world.launch(
-            *(programs.fail_on_attempts, 1, "killed"),
-            retry=policy,
-            on_retry=on_retry,
-            run_dir=None,
+            *(programs.fail_on_attempts, 1, "killed"), retry=policy, on_retry=on_retry, run_dir=None
         )
     assert attempts_of(tmp_path) == [1]
     first = caught.value.__cause__
@@ -292,9 +289,7 @@ def test_attempts_that_make_steps_are_retried(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_failure_at_the_same_step_after_a_checkpoint_ends_the_retries(
-    tmp_path: Path,
-) -> None:
+def test_a_failure_at_the_same_step_after_a_checkpoint_ends_the_retries(tmp_path: Path) -> None:
     """Attempts 2 and 3 restore step 6 and make step 7, and so get no further than the first."""
     error = World(folder=tmp_path).launch_fails(
         *(ddpsafe.RankKilledError, programs.resume_and_die, Optimizer()),

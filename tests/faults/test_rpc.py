@@ -29,9 +29,7 @@ def test_a_rank_that_is_killed_in_a_call_is_blamed(tmp_path: Path, attempt: int)
 def test_a_rank_that_hangs_in_a_call_is_named(tmp_path: Path) -> None:
     """The message shows the line of the call; the main thread only waits for calls to end."""
     error = World(folder=tmp_path).spawn_fails(
-        "collective",
-        *(programs.call_the_other_rank, programs.hang, RPC_S),
-        within_s=RPC_S + HANG_S,
+        "collective", *(programs.call_the_other_rank, programs.hang, RPC_S), within_s=RPC_S + HANG_S
     )
     require_hang(error, 1)
     assert "was executing an RPC call from another rank at " in str(error)

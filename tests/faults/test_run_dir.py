@@ -207,12 +207,7 @@ def test_a_removed_run_directory_does_not_hide_a_failure(tmp_path: Path) -> None
 def test_a_hang_without_a_run_directory_names_the_rank(tmp_path: Path) -> None:
     """Stacks go through a file, but the sequence of collectives does not."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        "collective",
-        programs.remove_run_dir,
-        "hang",
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", programs.remove_run_dir, "hang", **BY_TIMEOUT)
     assert error.missing_ranks == (1,)
 
 
@@ -238,12 +233,7 @@ def test_the_report_of_a_failed_attempt_has_all_ranks(tmp_path: Path) -> None:
 def test_the_report_of_a_hang_has_the_stacks_of_all_threads(tmp_path: Path) -> None:
     """The answers that ranks gave before they were ended are kept."""
     world = World(folder=tmp_path)
-    error = world.launch_fails(
-        "collective",
-        train,
-        wait_for_each_other,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, wait_for_each_other, **BY_TIMEOUT)
     require_hang(error, 1)
     text = (tmp_path / "run" / "attempt-1" / "report.txt").read_text()
     assert "in wait_for_each_other" in text

@@ -21,12 +21,7 @@ def test_the_stopped_rank_is_named_with_its_line(
 ) -> None:
     """It cannot answer, but the system reports its state, and the rank its line when it is ended."""
     world = World(folder=tmp_path, ranks=ranks, start_method=start_method)
-    error = world.launch_fails(
-        "collective",
-        train,
-        programs.stop,
-        **BY_TIMEOUT,
-    )
+    error = world.launch_fails("collective", train, programs.stop, **BY_TIMEOUT)
     require_hang(error, 1)
     assert str(error).startswith(f"rank 1 (world_size {ranks}) is stopped at ")
     assert "kill -CONT" in str(error)
@@ -38,12 +33,7 @@ def test_a_stopped_rank_of_an_unported_script_is_named(tmp_path: Path) -> None:
     """The script's own timeout applies."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
-        "collective",
-        train_by_hand,
-        programs.stop,
-        1,
-        COLLECTIVE_S,
-        within_s=COLLECTIVE_S + HANG_S,
+        "collective", train_by_hand, programs.stop, 1, COLLECTIVE_S, within_s=COLLECTIVE_S + HANG_S
     )
     require_hang(error, 1)
 

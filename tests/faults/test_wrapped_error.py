@@ -26,9 +26,7 @@ def test_ranks_that_exit_when_a_hang_times_out_are_not_blamed(tmp_path: Path) ->
     """Many scripts contain ``except Exception: sys.exit(1)``."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
-        "collective",
-        *(programs.train_in_try, sleep, programs.exit_with_one),
-        **BY_TIMEOUT,
+        "collective", *(programs.train_in_try, sleep, programs.exit_with_one), **BY_TIMEOUT
     )
     require_hang(error, 1)
 
@@ -37,8 +35,7 @@ def test_ranks_that_exit_because_of_a_failed_rank_are_not_blamed(tmp_path: Path)
     """The message also has the error that the failed rank exits on, with its line."""
     world = World(folder=tmp_path, ranks=3)
     error = world.launch_fails(
-        ddpsafe.RankExitedError,
-        *(programs.train_in_try, raise_own_error, programs.exit_with_one),
+        ddpsafe.RankExitedError, *(programs.train_in_try, raise_own_error, programs.exit_with_one)
     )
     require_rank(error, 1)
     assert "rank 0 failed because of rank 1: " in str(error)
@@ -57,13 +54,7 @@ def test_an_error_that_is_being_handled_is_not_blamed_for_a_hang(tmp_path: Path)
 @pytest.mark.full(but=["gather"])
 @pytest.mark.recorder
 @pytest.mark.parametrize(
-    "meet",
-    [
-        programs.gather,
-        programs.reduce,
-        programs.broadcast,
-        programs.monitor,
-    ],
+    "meet", [programs.gather, programs.reduce, programs.broadcast, programs.monitor]
 )
 def test_a_collective_in_finally_does_not_hide_the_error(
     tmp_path: Path, meet: Callable[..., object]
@@ -122,9 +113,7 @@ def test_a_killed_rank_is_blamed_before_those_that_exit_because_of_it(tmp_path: 
 
 @pytest.mark.full
 @pytest.mark.recorder
-def test_a_rank_that_hangs_in_a_subgroup_is_named_not_the_waiting_one(
-    tmp_path: Path,
-) -> None:
+def test_a_rank_that_hangs_in_a_subgroup_is_named_not_the_waiting_one(tmp_path: Path) -> None:
     """Both have made the same number of collectives in the group of all ranks."""
     world = World(folder=tmp_path, ranks=4)
     error = world.launch_fails("collective", programs.hang_in_a_subgroup, sleep, **BY_TIMEOUT)
@@ -190,9 +179,7 @@ def test_an_error_in_the_forward_pass_is_the_ranks_own(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("meet", [programs.scatter, programs.gather_in_a_subgroup])
-def test_ranks_may_enter_a_collective_in_an_except_block_late(
-    meet: Callable[..., object],
-) -> None:
+def test_ranks_may_enter_a_collective_in_an_except_block_late(meet: Callable[..., object]) -> None:
     """Some ranks wait, inside an `except` block, for others that are still working."""
     options: dict[str, Any] = {"start_method": "forkserver", "backend": "gloo", "console": "none"}
     fn = programs.be_slow_in_an_except_block

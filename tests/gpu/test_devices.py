@@ -79,10 +79,7 @@ def test_gpu_can_be_selected_by_its_uuid_in_env(tmp_path: Path) -> None:
     """``env={"CUDA_VISIBLE_DEVICES": "GPU-…"}`` counts as one GPU, which is the rank's cuda:0."""
     uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
     values = ddpsafe.launch(
-        programs.compute,
-        env={_gpus.VISIBLE: uuid},
-        start_method="forkserver",
-        run_dir=tmp_path,
+        programs.compute, env={_gpus.VISIBLE: uuid}, start_method="forkserver", run_dir=tmp_path
     ).values
     assert values == {0: ("cuda:0", 3.0)}
 

@@ -114,10 +114,7 @@ def test_every_rank_gets_the_answer_of_the_leader(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("decide", "error", "text"),
-    [
-        (refuse, ConfigError, "refused 3 numbers"),
-        (crash, PreflightError, "ZeroDivisionError: 3"),
-    ],
+    [(refuse, ConfigError, "refused 3 numbers"), (crash, PreflightError, "ZeroDivisionError: 3")],
 )
 def test_every_rank_raises_what_the_leader_raised(
     decide: Any, error: type[DDPSafeError], text: str, tmp_path: Path

@@ -130,9 +130,7 @@ def test_a_store_that_cannot_be_opened_again_is_an_error(wire: Wire) -> None:
     assert tries == ["once more"]
 
 
-def test_a_default_timeout_of_sockets_does_not_reach_those_of_torch(
-    wire: Wire,
-) -> None:
+def test_a_default_timeout_of_sockets_does_not_reach_those_of_torch(wire: Wire) -> None:
     """A script or a library may set one; with it torch's calls ended with "Socket Timeout"."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(30)

@@ -136,11 +136,7 @@ def _await(process: BaseProcess, reports: Connection, log: Path, ends_s: float) 
 
 
 def _be(
-    sender: Connection,
-    env: Env,
-    program: Callable[..., object],
-    args: tuple[object, ...],
-    log: str,
+    sender: Connection, env: Env, program: Callable[..., object], args: tuple[object, ...], log: str
 ) -> None:
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     os.dup2(file, 2)

@@ -32,11 +32,7 @@ from ddpsafe._launcher.watch.signals import open_inbox
 from ddpsafe._logging import is_json
 from ddpsafe._world import World
 
-TWO: Final[dict[str, Any]] = {
-    "nproc_per_node": 2,
-    "backend": "gloo",
-    "start_method": "forkserver",
-}
+TWO: Final[dict[str, Any]] = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
 
 
 # Whose output.
@@ -55,10 +51,7 @@ TWO: Final[dict[str, Any]] = {
     ids=["default", "rank-zero", "all", "tagged", "none"],
 )
 def test_launch_shows_rank_zero_or_the_ranks_that_console_selects(
-    capfd: pytest.CaptureFixture[str],
-    run_dir: Path,
-    console: dict[str, Any],
-    shown: set[str],
+    capfd: pytest.CaptureFixture[str], run_dir: Path, console: dict[str, Any], shown: set[str]
 ) -> None:
     """The two streams stay separate, and the log files always have every rank's output."""
     ddpsafe.launch(programs.speak, run_dir=run_dir, **console, **TWO)
@@ -781,9 +774,7 @@ def test_a_logged_traceback_is_shown_as_python_shows_it(
     assert second == "Traceback (most recent call last):"
 
 
-def test_no_line_is_lost_while_the_console_closes(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_no_line_is_lost_while_the_console_closes(capfd: pytest.CaptureFixture[str]) -> None:
     """Another thread may log a warning at that moment."""
     said = 300
     with open_inbox() as inbox:

@@ -73,9 +73,7 @@ def test_a_launch_without_a_guard_is_refused_in_a_module_too(tmp_path: Path) -> 
     assert run.out == "imported as __main__\n"
 
 
-def test_a_launch_under_an_if_that_is_not_a_guard_ends_in_the_first_ranks(
-    tmp_path: Path,
-) -> None:
+def test_a_launch_under_an_if_that_is_not_a_guard_ends_in_the_first_ranks(tmp_path: Path) -> None:
     """The source does not reveal the mistake, but ranks that import the script refuse to launch."""
     call = f"main(start_method='forkserver', run_dir={str(tmp_path / 'run')!r})"
     run = scripts.run(tmp_path, launching("if ddpsafe:", f"    {call}"))

@@ -300,8 +300,7 @@ def test_a_link_planted_before_the_launch_is_not_followed(
 
 
 @pytest.mark.parametrize(
-    ("mode", "warnings"),
-    [(0o700, 0), (0o755, 0), (0o1777, 0), (0o775, 1), (0o777, 1)],
+    ("mode", "warnings"), [(0o700, 0), (0o755, 0), (0o1777, 0), (0o775, 1), (0o777, 1)]
 )
 def test_a_run_directory_that_other_users_can_change_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, warnings: int

@@ -405,11 +405,7 @@ def test_a_missing_script_is_reported_in_one_line_with_an_example(
     ],
 )  # fmt: skip
 def test_torchruns_variables_are_defaults_of_options(
-    variables: dict[str, str],
-    line: str,
-    field: str,
-    value: object,
-    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str], line: str, field: str, value: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``PET_<OPTION>`` counts if neither the option nor ddpsafe's own variable is given."""
     for name, text in variables.items():

@@ -83,10 +83,7 @@ def test_metrics_of_several_launches_are_read_by_prometheus() -> None:
     families = {each.name: each for each in text_string_to_metric_families(text)}
     assert {
         each.labels["run_dir"]: each.value for each in families["ddpsafe_launch_running"].samples
-    } == {
-        path: 1,
-        "other": 0,
-    }
+    } == {path: 1, "other": 0}
     assert families["ddpsafe_rank_steps"].type == "counter"
     (since,) = families["ddpsafe_rank_since_step_seconds"].samples
     assert (since.labels, since.value) == ({"run_dir": path, "rank": "0", "host": "one"}, 2)
@@ -393,12 +390,7 @@ def test_a_gpu_is_described_in_one_line(gpu: GpuReading, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("clocks", "is_late", "is_shown"),
-    [
-        (LIMITED, True, True),
-        (LIMITED, False, False),
-        (HOT, False, True),
-        (SILENT, False, False),
-    ],
+    [(LIMITED, True, True), (LIMITED, False, False), (HOT, False, True), (SILENT, False, False)],
     ids=["late", "at-its-power-limit", "hot", "unknown"],
 )
 def test_the_gpu_of_a_slow_rank_is_shown(
@@ -489,8 +481,7 @@ def test_clocks_of_nodes_may_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "times",
-    [{}, {0: [(1, S)]}, {0: [], 1: []}, {0: [(n, n * S) for n in range(20)], 1: []}],
+    "times", [{}, {0: [(1, S)]}, {0: [], 1: []}, {0: [(n, n * S) for n in range(20)], 1: []}]
 )
 def test_there_is_no_finding_without_enough_data(times: dict[int, list[tuple[int, int]]]) -> None:
     """There is one rank, no recorder, or too few collectives."""

@@ -100,9 +100,7 @@ def test_the_kubernetes_template_follows_the_schema(capsys: pytest.CaptureFixtur
         validator.validate(document, "1.31", strict=True)
 
 
-def test_compose_gives_the_ranks_time_and_shared_memory(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_compose_gives_the_ranks_time_and_shared_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The grace period is longer than `timeouts.stop`, and logs are kept outside the container."""
     (service,) = yaml.safe_load(template("compose", capsys))["services"].values()
     require_options(service["command"])

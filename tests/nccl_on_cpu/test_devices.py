@@ -135,9 +135,7 @@ def test_visible_devices_are_counted_as_torch_counts_them(
     assert [*beyond, True].index(True) == count
 
 
-def test_visible_gpus_are_counted_with_and_without_torch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_visible_gpus_are_counted_with_and_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CUDA build sees none without a driver; on WSL, which has no device files, torch is asked."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -277,9 +275,7 @@ def test_gpus_selected_in_env_are_counted(
         plan(monkeypatch, 8, env={"CUDA_VISIBLE_DEVICES": visible}, nproc_per_node=8)
 
 
-def test_gpu_that_torch_does_not_see_gives_a_warning(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_gpu_that_torch_does_not_see_gives_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """``nproc_per_node="auto"`` with 7 of 8 GPUs starts 7 ranks and warns."""
     monkeypatch.setattr(_gpus, "find_lost", lambda: 1)
     with pytest.warns(RuntimeWarning, match="starts 7 ranks: torch sees 7 of 8 GPUs"):

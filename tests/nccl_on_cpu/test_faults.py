@@ -293,11 +293,7 @@ def test_last_message_of_a_rank_is_evidence_like_an_exception(
     assert (
         (origin, kind) == (None, None)
         if found is None
-        else (found.origin, found.kind)
-        == (
-            origin,
-            kind,
-        )
+        else (found.origin, found.kind) == (origin, kind)
     )
     if found is not None:
         assert found.text in stderr

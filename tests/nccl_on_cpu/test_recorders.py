@@ -310,8 +310,7 @@ def broken(**_: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
-    [("_dump_nccl_trace_json", [3]), ("_dump_fr_trace_json", [1])],
+    ("name", "expected"), [("_dump_nccl_trace_json", [3]), ("_dump_fr_trace_json", [1])]
 )
 def test_failure_of_one_recorder_does_not_affect_the_other(
     record: Any, monkeypatch: pytest.MonkeyPatch, name: str, expected: list[int]

@@ -432,8 +432,7 @@ def test_another_node_follows_node_0_as_long_as_it_can_decide(row: tuple[Any, ..
                 silent_since_s = math.inf
             found += core.take(event, now_s)
         looked = Looked(
-            has_failed=has_failed and not core.is_over,
-            silent_s=max(0.0, now_s - silent_since_s),
+            has_failed=has_failed and not core.is_over, silent_s=max(0.0, now_s - silent_since_s)
         )
         found += core.take(looked, now_s)
     assert core.conclude(is_stopping=False) == conclusion

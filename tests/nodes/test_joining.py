@@ -579,9 +579,7 @@ def serve_or_find(endpoint: JobEndpoint, limit_s: float, *, bound: str | None = 
     return endpoint._serve_or_find(limit, [LOCAL], bound, [LOCAL])
 
 
-def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(
-    endpoint: JobEndpoint,
-) -> None:
+def test_a_program_that_holds_the_port_of_the_endpoint_is_reported(endpoint: JobEndpoint) -> None:
     """Even if it does not listen; the error is not a missing node."""
     with pytest.raises(PreflightError, match="another program holds the port") as raised:
         serve_or_find(endpoint, 0.1)

@@ -72,8 +72,7 @@ def test_a_port_that_node_0_cannot_open_is_reported_on_all_nodes(
     port = 28900
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1), port=port)
     scripts.wait_until(
-        lambda: f":{port}" in network[0].run("ss", "-Hltn"),
-        otherwise=lambda: launchers[0].err,
+        lambda: f":{port}" in network[0].run("ss", "-Hltn"), otherwise=lambda: launchers[0].err
     )
     with no_free_port(network[0]):
         (tmp_path / "no-port").touch()

@@ -37,12 +37,7 @@ from ddpsafe._job.channel import (
     to_json,
 )
 from ddpsafe._launcher.nodes import node_messages
-from ddpsafe._launcher.nodes.node_messages import (
-    LetRanksExit,
-    RankRequest,
-    shift,
-    shift_position,
-)
+from ddpsafe._launcher.nodes.node_messages import LetRanksExit, RankRequest, shift, shift_position
 from ddpsafe._wire.messages import Position, Whereabouts
 from ddpsafe.checkpoint.errors import CheckpointError
 

@@ -171,13 +171,7 @@ class Cluster:
         facts = [
             NodeFacts(hostname="h", pid=1, address="h", nproc=size, settings={}) for size in sizes
         ]
-        plan = RoundPlan(
-            round_id="",
-            attempt=1,
-            nodes=tuple(facts),
-            store_port=0,
-            master_port=0,
-        )
+        plan = RoundPlan(round_id="", attempt=1, nodes=tuple(facts), store_port=0, master_port=0)
         self.nodes = {number: Node(number, job, choose, clock) for number in range(1, len(sizes))}
         self.ranks: dict[int, RemoteRank] = {}
         for number, node in self.nodes.items():

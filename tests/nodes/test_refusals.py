@@ -312,11 +312,7 @@ def follower(job: Job) -> Follower:
 
 @pytest.mark.parametrize(
     ("error", "received"),
-    [
-        (UNFIT, None),
-        (UNFIT, signal.SIGTERM),
-        (Interrupted(signal.SIGTERM), signal.SIGTERM),
-    ],
+    [(UNFIT, None), (UNFIT, signal.SIGTERM), (Interrupted(signal.SIGTERM), signal.SIGTERM)],
 )
 def test_a_signal_to_a_node_that_has_to_join_again_ends_it(
     follower: Follower, error: BaseException, received: signal.Signals | None

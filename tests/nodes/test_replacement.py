@@ -310,12 +310,7 @@ def test_the_others_continue_without_a_lost_node_and_accept_a_new_one(
 def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -> None:
     """It never had a rank: its launch returns no values and raises nothing."""
     fields = {"nnodes": 2, "retry": RETRY}
-    case = Case(
-        name="spare",
-        what="held",
-        fields=fields,
-        after={2: "running-spare-1-1"},
-    )
+    case = Case(name="spare", what="held", fields=fields, after={2: "running-spare-1-1"})
     launchers = start_job(network, [case], tmp_path, nproc=(1, 1, 1))
     launchers[2].await_said("h2 waits, and joins")
     (tmp_path / "release-spare").touch()

@@ -25,13 +25,7 @@ from nodes_kit import Case, await_files, finish_job, retrying, start_job
 
 from ddpsafe._clock import Deadline
 from ddpsafe._job import channel as channel_module
-from ddpsafe._job.channel import (
-    Alive,
-    Channel,
-    GarbledError,
-    Lost,
-    RefusedError,
-)
+from ddpsafe._job.channel import Alive, Channel, GarbledError, Lost, RefusedError
 from ddpsafe._job.endpoint import rank_store
 from ddpsafe._launcher.nodes import torchs_rendezvous
 from ddpsafe._launcher.nodes.node_messages import (
@@ -456,10 +450,7 @@ def asked(shared: SharedState, launcher: str, **question: Any) -> Answered | Non
 
 def state_of(*launchers: str, **fields: Any) -> str:
     """Return a state in which these launchers have joined, as a node sends it."""
-    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-        _NodeDesc,
-        _RendezvousState,
-    )
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
     state = _RendezvousState()
     for number, launcher in enumerate(launchers):

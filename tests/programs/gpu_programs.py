@@ -170,12 +170,7 @@ def train_with_amp(ctx: RankContext) -> dict[str, Any]:
             scaler.update()
             losses.append(ctx.reduce_mean(loss).item())
     parameters = {name: value.detach().cpu() for name, value in model.named_parameters()}
-    return {
-        "dtype": dtype,
-        "losses": losses,
-        "scale": scaler.get_scale(),
-        "parameters": parameters,
-    }
+    return {"dtype": dtype, "losses": losses, "scale": scaler.get_scale(), "parameters": parameters}
 
 
 def accumulate(ctx: RankContext) -> dict[str, Any]:

@@ -76,11 +76,7 @@ def say_what_is_initialised(rank: int, folder: Path) -> None:
 
 def say_nccl_settings(rank: int, folder: Path) -> None:
     """Write the variables of NCCL and its watchdog."""
-    names = (
-        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
-        "TORCH_FR_DUMP_TEMP_FILE",
-        "NCCL_DEBUG_FILE",
-    )
+    names = ("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "TORCH_FR_DUMP_TEMP_FILE", "NCCL_DEBUG_FILE")
     (folder / f"rank-{rank}").write_text(repr([os.environ.get(name) for name in names]))
 
 

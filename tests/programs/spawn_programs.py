@@ -190,12 +190,7 @@ def spawn_and_die(rank: int, folder: Path, start_method: str) -> None:
     """Spawn ranks, and die by a signal once they have started."""
     tempfile.tempdir = str(folder)  # a process killed with its helpers removes nothing
     handle = ddpsafe.spawn(
-        note_and_wait,
-        (folder,),
-        2,
-        join=False,
-        start_method=start_method,
-        run_dir=folder / "inner",
+        note_and_wait, (folder,), 2, join=False, start_method=start_method, run_dir=folder / "inner"
     )
     assert handle is not None
     scripts.wait_until(lambda: len(list(folder.glob("inner-*"))) == 2)

@@ -25,11 +25,7 @@ from texts import any_text
 import ddpsafe
 from ddpsafe._wire import payload
 
-TWO: Final[dict[str, Any]] = {
-    "nproc_per_node": 2,
-    "backend": "gloo",
-    "start_method": "forkserver",
-}
+TWO: Final[dict[str, Any]] = {"nproc_per_node": 2, "backend": "gloo", "start_method": "forkserver"}
 
 
 def round_trip(obj: object) -> Any:

@@ -205,9 +205,7 @@ def test_message_of_a_dead_rank_is_not_taken_for_its_successors() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("launcher", "variables"),
-    [("slurm", slurm), ("openmpi", openmpi)],
-    ids=["slurm", "openmpi"],
+    ("launcher", "variables"), [("slurm", slurm), ("openmpi", openmpi)], ids=["slurm", "openmpi"]
 )
 def test_tasks_of_srun_and_mpirun_find_each_other(
     launcher: str, variables: Callable[[int], dict[str, str]], tmp_path: Path
@@ -330,11 +328,7 @@ def test_nested_setup_returns_the_existing_group(tmp_path: Path) -> None:
 @pytest.mark.full(but=["own"])
 @pytest.mark.parametrize(
     "program",
-    [
-        programs.adopt_own_group,
-        programs.adopt_group_of_accelerate,
-        programs.adopt_group_of_fabric,
-    ],
+    [programs.adopt_own_group, programs.adopt_group_of_accelerate, programs.adopt_group_of_fabric],
     ids=["own", "accelerate", "fabric"],
 )
 def test_existing_group_is_used_but_not_destroyed(

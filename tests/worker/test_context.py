@@ -171,12 +171,7 @@ def test_mean_of_a_loss_leaves_the_loss_unchanged(world: World) -> None:
     """The loss keeps its value and its graph, and backward computes its own gradient."""
     mean = sum(range(1, world.size + 1)) / world.size
     assert world.found("live loss") == {
-        rank: {
-            "mean": mean,
-            "loss": rank + 1.0,
-            "gradient": rank + 1.0,
-            "dict_untouched": True,
-        }
+        rank: {"mean": mean, "loss": rank + 1.0, "gradient": rank + 1.0, "dict_untouched": True}
         for rank in range(world.size)
     }
 

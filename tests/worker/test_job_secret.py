@@ -37,11 +37,7 @@ def test_another_user_can_neither_stop_nor_fail_ranks_with_a_secret(
     envs = [by_hand(rank, 2, port) | given for rank in range(2)]
     with ThreadPoolExecutor(1) as executor:
         running = executor.submit(
-            forked_ranks.run,
-            programs.train_beside_a_stranger,
-            envs,
-            str(tmp_path),
-            folder=tmp_path,
+            forked_ranks.run, programs.train_beside_a_stranger, envs, str(tmp_path), folder=tmp_path
         )
         joined = [tmp_path / f"joined-{rank}" for rank in range(2)]
         scripts.wait_until(lambda: all(path.exists() for path in joined) or running.done())

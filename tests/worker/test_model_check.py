@@ -28,12 +28,7 @@ DIFFERENT: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 """Kind of difference: the first name, what the message shows, and the advice."""
 
-ALLOWED = [
-    "equal",
-    "allowed: not copied",
-    "allowed: without synchronization",
-    "allowed: ignored",
-]
+ALLOWED = ["equal", "allowed: not copied", "allowed: without synchronization", "allowed: ignored"]
 
 
 @pytest.fixture(scope="module")
