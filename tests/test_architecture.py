@@ -448,7 +448,7 @@ BUDGETS: Final = {
     "tests/frameworks": (480, "Lightning, Accelerate and others, installed"),
     "tests/gpu": (650, "what needs a GPU"),
     "tests/job": (370, "the folder of the same name"),
-    "tests/kits": (5_160, "what several tests use: machines, networks, launches"),
+    "tests/kits": (5_100, "what several tests use: machines, networks, launches"),
     "tests/launcher": (6_860, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_330, "torch's NCCL code without a GPU"),
     "tests/nodes": (5_930, "several launchers: joins, losses, networks that break"),

@@ -383,7 +383,7 @@ PROGRAM: Final = Path(__file__).parents[1] / "kits" / "checkpoint_forger.py"
 def test_no_forgery_executes_hangs_or_raises_an_error_of_another_kind(
     count: int, seed: int, tmp_path: Path
 ) -> None:
-    """Forgeries are manifests, pickles with dotted names, pipes, links, and unsavable trees.
+    """Forgeries are manifests, pickles with dotted names, and unsavable trees.
 
     To run 5,000: ``python tests/kits/checkpoint_forger.py --count 5000 --seed 1000``.
     """

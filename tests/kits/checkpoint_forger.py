@@ -9,15 +9,12 @@ The output is one line of JSON: how often each happened, and the seed of each fa
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import json
-import os
 import pickletools
 import random
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import warnings
@@ -36,15 +33,9 @@ from ddpsafe.checkpoint import Checkpointer, PerRank, errors
 LIMIT_S: Final = machine.hang_limit(20)
 NEWEST: Final = "step-000000000002"
 RUNS_CODE: Final = (
-    "os.system",
-    "os.exec",
-    "os.posix_spawn",
-    "os.fork",
-    "subprocess.Popen",
-    "pickle.find_class",
-    "ctypes.dlopen",
-    "code.__new__",
-)
+    "os.system", "os.exec", "os.posix_spawn", "os.fork", "subprocess.Popen", "pickle.find_class",
+    "ctypes.dlopen", "code.__new__",
+)  # fmt: skip
 """Audit events that Python raises when a pickle, or what it imports, runs code."""
 
 executed: list[str] = []
@@ -124,9 +115,8 @@ def mutate(tree: Any, chance: random.Random) -> Any:
 
 def write_manifest(folder: Path, text: bytes) -> None:
     """Write a manifest with a matching checksum."""
-    (folder / "manifest.json").write_bytes(
-        b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text)
-    )
+    whole = b'{"crc32":%d,"content":%s}\n' % (zlib.crc32(text), text)
+    (folder / "manifest.json").write_bytes(whole)
 
 
 def read_content(folder: Path) -> Any:
@@ -229,6 +219,13 @@ def odd_tree(chance: random.Random) -> Any:
     return {name: chance.choice(values) for name in names if chance.random() < 0.97}
 
 
+def odd_ranks(chance: random.Random) -> Any:
+    """Return what the file of the ranks' own states may have in place of it."""
+    own = chance.choice([odd_tree(chance), {"holder": odd_tree(chance)}])
+    rng = chance.choice([odd_tree(chance), None, {"python": 1}])
+    return chance.choice([odd_tree(chance), {"own": own, "rng": rng}])
+
+
 def saved(tree: Any) -> bytes:
     """Return the bytes of a torch file."""
     file = io.BytesIO()
@@ -245,23 +242,8 @@ def forge(folder: Path, chance: random.Random, witness: Path) -> None:
         lambda: forge_torch_file(folder, chance, witness),
         lambda: forge_torch_file(folder, chance, witness),
         lambda: replace_file(folder, "state.pt", saved(odd_tree(chance))),
-        lambda: replace_file(
-            folder,
-            "ranks.bin",
-            saved(
-                chance.choice(
-                    [
-                        odd_tree(chance),
-                        {
-                            "own": chance.choice([odd_tree(chance), {"holder": odd_tree(chance)}]),
-                            "rng": chance.choice([odd_tree(chance), None, {"python": 1}]),
-                        },
-                    ]
-                )
-            ),
-        ),
-        lambda: forge_shards(folder, chance, witness),
-        lambda: forge_entry(folder, chance),
+        lambda: replace_file(folder, "ranks.bin", saved(odd_ranks(chance))),
+        lambda: forge_shards(folder, chance),
     ]
     chance.choice(kinds)()
 
@@ -284,50 +266,15 @@ def forge_torch_file(folder: Path, chance: random.Random, witness: Path) -> None
     replace_file(folder, name, forged_file((folder / name).read_bytes(), chance, witness))
 
 
-def forge_shards(folder: Path, chance: random.Random, witness: Path) -> None:
-    """Add an index beside the shards, as torch writes it, or change their bytes."""
-    content = read_content(folder)
-    kind = chance.randrange(3)
-    if kind == 0:
-        (folder / "shards" / ".metadata").write_bytes(forged_pickle(chance, witness))
-        content["version"] = chance.choice([1, 2])
-        content["names"]["model"] = "sharded"
-        write_manifest(folder, dumps(content))
-    elif kind == 1:
+def forge_shards(folder: Path, chance: random.Random) -> None:
+    """Change the bytes of the shards, or what the manifest says of them."""
+    if chance.random() < 0.5:
         data = chance.randbytes(chance.choice([0, 1, 47, 48, 49, 1000]))
         replace_file(folder, "shards/rank-00000.bin", data)
     else:
+        content = read_content(folder)
         content["shards"] = mutate(content["shards"], chance)
         write_manifest(folder, dumps(content))
-
-
-def forge_entry(folder: Path, chance: random.Random) -> None:
-    """Replace a file with something that is not a regular file."""
-    name = chance.choice(
-        ["manifest.json", "state.pt", "ranks.bin", "shards/rank-00000.bin", "shards"]
-    )
-    path = folder / name
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-    kind = chance.randrange(8)
-    if kind == 0:
-        os.mkfifo(path)
-    elif kind == 1:
-        path.symlink_to(chance.choice(["/dev/zero", "/etc/passwd", "state.pt", "/proc/self/mem"]))
-    elif kind == 2:
-        path.symlink_to(folder.parent / "step-000000000001" / name)
-    elif kind == 3:
-        path.symlink_to(path)
-    elif kind == 4:
-        path.mkdir()
-    elif kind == 5:
-        with socket.socket(socket.AF_UNIX) as listener, contextlib.suppress(OSError):
-            listener.bind(str(path))
-    elif kind == 6:
-        with path.open("wb") as file:
-            file.truncate(2**40)
 
 
 class HangError(BaseException):
