@@ -453,7 +453,7 @@ BUDGETS: Final = {
     "tests/nccl_on_cpu": (1_330, "torch's NCCL code without a GPU"),
     "tests/nodes": (5_930, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_430, "hosts, network and clocks of jobs in virtual time"),
-    "tests/programs": (8_880, "what runs in ranks"),
+    "tests/programs": (8_810, "what runs in ranks"),
     "tests/slurm": (390, "a Slurm of this machine alone"),
     "tests/smoke": (240, "the installed wheel"),
     "tests/testing": (450, "the pytest plugin"),

@@ -12,23 +12,23 @@ import dataclasses
 import os
 import signal
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
 
 import ddpsafe
+from ddpsafe import RankContext
+from ddpsafe._worker.torch_hooks import read_recorders
+from ddpsafe.checkpoint import Checkpointer
+from ddpsafe.checkpoint._trees import HostCopies
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    import torch
-    from torch import nn
-
-    from ddpsafe import RankContext
-
-    Program = Callable[[RankContext], dict[str, Any]]
-
+Program: TypeAlias = Callable[[RankContext], dict[str, Any]]
 
 STEPS = 4
 BATCH = 8
@@ -36,9 +36,6 @@ BATCH = 8
 
 def look_around(ctx: RankContext) -> dict[str, Any]:
     """Return the rank's device, and the one that torch uses by default."""
-    import torch
-    import torch.distributed as dist
-
     group = dist.group.WORLD
     total = torch.ones(1, device="cuda") * (ctx.rank + 1)
     dist.all_reduce(total)
@@ -54,15 +51,11 @@ def look_around(ctx: RankContext) -> dict[str, Any]:
 
 def return_a_device_tensor(ctx: RankContext) -> dict[str, torch.Tensor]:
     """Return a tensor on the GPU."""
-    import torch
-
     return {"tensor": torch.full((3,), float(ctx.rank), device=ctx.device)}
 
 
 def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
     """Use every collective of the context with tensors on the device and on the CPU."""
-    import torch
-
     loss = torch.tensor(float(ctx.rank), device=ctx.device)
     mean = ctx.reduce_mean(loss)
     on_cpu = ctx.reduce_mean(torch.tensor(float(ctx.rank)))
@@ -78,9 +71,6 @@ def reduce_on_device(ctx: RankContext) -> dict[str, Any]:
 
 def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
     """Make the group as a script does, run the program in it, and write its result to a file."""
-    import torch
-    import torch.distributed as dist
-
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % max(1, gpus))
     if gpus < 2:
@@ -96,17 +86,12 @@ def be_one_of_two(rank: int, program: Program, folder: Path) -> None:
 
 def network() -> nn.Module:
     """Make the same network in every process, on the CPU."""
-    import torch
-    from torch import nn
-
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
 
 
 def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make the same batches in every process, on the CPU."""
-    import torch
-
     generator = torch.Generator().manual_seed(1)
     return [
         (torch.randn(BATCH, 6, generator=generator), torch.randn(BATCH, 2, generator=generator))
@@ -136,8 +121,6 @@ def train_alone(device: torch.device) -> dict[str, torch.Tensor]:
 
 def train(model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Run one step for each batch."""
-    import torch
-
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for inputs, targets in data:
         optimizer.zero_grad()
@@ -152,8 +135,6 @@ def on_cpu(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def train_with_amp(ctx: RankContext) -> dict[str, Any]:
     """Train in half precision with a gradient scaler, for ten epochs."""
-    import torch
-
     model = ctx.wrap(network())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cuda")
@@ -175,8 +156,6 @@ def train_with_amp(ctx: RankContext) -> dict[str, Any]:
 
 def accumulate(ctx: RankContext) -> dict[str, Any]:
     """Accumulate the gradients of two batches, of which only the second synchronises."""
-    import torch
-
     model = ctx.wrap(torch.nn.Linear(4, 1, bias=False))
     ones = torch.ones(2, 4, device=ctx.device)
     with model.no_sync():
@@ -189,8 +168,6 @@ def accumulate(ctx: RankContext) -> dict[str, Any]:
 @contextlib.contextmanager
 def initialised_cuda() -> Iterator[torch.Tensor]:
     """Keep a tensor on the GPU, which initialises CUDA in this process."""
-    import torch
-
     yield torch.ones(1, device="cuda")
     torch.cuda.empty_cache()
 
@@ -204,9 +181,6 @@ SPIN_CYCLES = 10**12
 
 def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
     """Enqueue one all_reduce; return its future result."""
-    import torch
-    import torch.distributed as dist
-
     value = torch.ones(size, device=ctx.device)
     dist.all_reduce(value)
     return value
@@ -214,10 +188,6 @@ def reduce_once(ctx: RankContext, size: int = 8) -> torch.Tensor:
 
 def numbers_of_collectives(ctx: RankContext) -> list[tuple[int, str]]:
     """Reduce three times; return the collectives of the recorders, from entries and from counters."""
-    import torch
-
-    from ddpsafe._worker.torch_hooks import read_recorders
-
     for _ in range(3):
         reduce_once(ctx)
     torch.cuda.synchronize()
@@ -237,8 +207,6 @@ def sleep_before_all_reduce(ctx: RankContext) -> None:
 
 def spin_first(ctx: RankContext) -> None:
     """Rank 1's GPU is busy for minutes; both ranks have enqueued the collective."""
-    import torch
-
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
@@ -258,9 +226,6 @@ def run_ahead_then_miss(ctx: RankContext) -> None:
 
 def differ_then_run_ahead(ctx: RankContext) -> None:
     """The fourth collective differs, and both ranks enqueue 40 more."""
-    import torch
-    import torch.distributed as dist
-
     for _ in range(3):
         reduce_once(ctx)
     value = torch.ones(8, device=ctx.device)
@@ -289,8 +254,6 @@ def exit_with_zero(ctx: RankContext) -> None:
 
 def skip_a_step(ctx: RankContext) -> None:
     """Rank 1 leaves out its fourth step of DDP, as ``except: continue`` does."""
-    import torch
-
     model = ctx.wrap(torch.nn.Linear(8, 8))
     for step in range(20):
         if (ctx.rank, step) != (1, 3):
@@ -325,8 +288,6 @@ def die(ctx: RankContext) -> None:
 
 def die_while_spinning(ctx: RankContext) -> None:
     """Both GPUs are busy; rank 1 is killed."""
-    import torch
-
     reduce_once(ctx).sum().item()
     torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
     if ctx.rank == 1:
@@ -336,8 +297,6 @@ def die_while_spinning(ctx: RankContext) -> None:
 
 def take_most_and_die_once(ctx: RankContext) -> int:
     """Take a third of the GPU on each rank, and be killed in the first attempt."""
-    import torch
-
     _, total = torch.cuda.mem_get_info()
     kept = torch.empty(int(total * 0.35), dtype=torch.uint8, device=ctx.device)
     reduce_once(ctx).sum().item()
@@ -349,8 +308,6 @@ def take_most_and_die_once(ctx: RankContext) -> int:
 
 def index_out_of_range(ctx: RankContext) -> None:
     """Rank 1 indexes a row that does not exist, in a kernel."""
-    import torch
-
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         table = torch.ones(4, 4, device=ctx.device)
@@ -361,8 +318,6 @@ def index_out_of_range(ctx: RankContext) -> None:
 
 def allocate_too_much(ctx: RankContext) -> None:
     """Allocate a tebibyte."""
-    import torch
-
     reduce_once(ctx).sum().item()
     if ctx.rank == 1:
         torch.empty(1 << 40, dtype=torch.uint8, device=ctx.device)
@@ -379,8 +334,6 @@ def die_of_sigterm(ctx: RankContext) -> None:
 
 def look_before_cuda(rank: int, folder: Path) -> None:
     """Choose the GPU with an environment variable, as spawn's functions may."""
-    import torch
-
     before = torch.cuda.is_initialized()
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     made = torch.ones(1, device="cuda:0").device
@@ -389,8 +342,6 @@ def look_before_cuda(rank: int, folder: Path) -> None:
 
 def compute_on_the_cpu(rank: int, folder: Path) -> None:
     """Use gloo only; return whether a GPU is open."""
-    import torch.distributed as dist
-
     dist.init_process_group("gloo", rank=rank, world_size=2)
     opened = [str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.exists()]
     on_gpu = any(name.startswith("/dev/nvidia") for name in opened)
@@ -400,15 +351,11 @@ def compute_on_the_cpu(rank: int, folder: Path) -> None:
 
 def compute(ctx: RankContext) -> tuple[str, float]:
     """Compute on the rank's device."""
-    import torch
-
     return str(ctx.device), float(torch.ones(3, device=ctx.device).sum())
 
 
 def load_batches(ctx: RankContext) -> dict[str, Any]:
     """Load batches in worker processes after CUDA is initialised."""
-    import torch
-
     data = torch.utils.data.TensorDataset(torch.arange(64.0))
     loader = ctx.loader(data, batch_size=4, num_workers=2)
     batches = [batch[0] for batch in loader]
@@ -420,10 +367,6 @@ def load_batches(ctx: RankContext) -> dict[str, Any]:
 
 def copy_then_change(ctx: RankContext) -> bool:
     """Copy a state for an asynchronous save on a side stream, and change it at once."""
-    import torch
-
-    from ddpsafe.checkpoint._trees import HostCopies
-
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         weights = torch.ones(1 << 24, device=ctx.device)
@@ -435,8 +378,6 @@ def copy_then_change(ctx: RankContext) -> bool:
 
 def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
     """Load a state that rank 0 saved on its GPU; return the GPUs on which this rank has memory."""
-    import torch
-
     path = Path(folder) / "state.pt"
     if ctx.rank == 0:
         torch.save({"w": torch.ones(4, device=ctx.device)}, path)
@@ -451,12 +392,6 @@ def say_devices_in_use(ctx: RankContext, folder: str) -> list[int]:
 
 def replay_a_graph(ctx: RankContext) -> float:
     """Capture a graph while another thread reads the rank's position, then replay it."""
-    import threading
-
-    import torch
-
-    from ddpsafe._worker.torch_hooks import read_recorders
-
     reduce_once(ctx).sum().item()
     ends = threading.Event()
 
@@ -481,8 +416,6 @@ def replay_a_graph(ctx: RankContext) -> float:
 
 def leave_with_things_alive(ctx: RankContext) -> None:
     """Return with a live graph, pinned memory and a loader."""
-    import torch
-
     keep = [torch.empty(1 << 20).pin_memory(), torch.cuda.CUDAGraph()]
     with torch.cuda.graph(keep[1]):  # type: ignore[arg-type]
         torch.ones(4, device=ctx.device)
@@ -509,10 +442,6 @@ def stop_between_steps(ctx: RankContext, steps: int) -> int:
 
 def draw_and_scale(ctx: RankContext, folder: str) -> dict[str, list[float]]:
     """Save CUDA's random state and a GradScaler; return the draws after the save and after a restore."""
-    import torch
-
-    from ddpsafe.checkpoint import Checkpointer
-
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
     scaler.update(512.0)
     state = {"scaler": scaler}
