@@ -437,7 +437,7 @@ BUDGETS: Final = {
     ),
     "ddpsafe/data": (6_960, "each sample once, and an exact resume"),
     "ddpsafe/doctor": (9_130, "checks of one host, and of all pairs of hosts"),
-    "tests": (3_140, "what is true of all parts"),
+    "tests": (3_000, "what is true of all parts"),
     "tests/checkpoint": (3_510, "the folder of the same name"),
     "tests/config": (1_090, "the folder of the same name"),
     "tests/data": (5_480, "the folder of the same name"),
