@@ -249,10 +249,7 @@ def test_ranks_share_the_cores_unless_the_user_has_chosen(monkeypatch: pytest.Mo
 def test_ranks_have_the_callers_current_directory_and_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fork server may have been started in another directory, with other variables.
-
-    The port alone is the launch's own: the caller's may be taken, or be another job's.
-    """
+    """The fork server may have been started with others; the port alone is the launch's own."""
     monkeypatch.setenv("FROM_CALLER", "old")
     monkeypatch.setenv("GONE", "old")
     ddpsafe.launch(programs.surroundings, **TWO)
@@ -379,10 +376,7 @@ def test_data_loader_workers_of_a_rank_start_as_those_of_a_script(
 
 
 def test_a_launch_inside_a_rank_runs_in_that_rank() -> None:
-    """It spawns nothing and uses the rank's group, which remains afterwards.
-
-    A warning reports that the call asked for different ranks.
-    """
+    """It uses the rank's group, which remains; a warning reports that the call asked for other ranks."""
     values = ddpsafe.launch(programs.launch_again, **TWO).values
     for rank, (pid, inner, total, warned) in values.items():
         assert warned.startswith(

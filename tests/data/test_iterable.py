@@ -226,10 +226,7 @@ RIGHT = [
 
 @pytest.mark.full
 def test_ranks_that_read_the_same_samples_of_a_stream_are_refused() -> None:
-    """The error names two ranks and shows the samples; a divided stream gets not even a warning.
-
-    What may be equal by chance proves nothing, nor do ranks that have read different streams before.
-    """
+    """The error names two ranks and shows the samples; what may be equal by chance proves nothing."""
     found = run_ranks(read_shares, [*WRONG, *RIGHT], 0, ranks=3)
     for kind in WRONG:
         texts = [found[rank][kind] for rank in range(3) if found[rank][kind]]

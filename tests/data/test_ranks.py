@@ -236,10 +236,7 @@ def test_arrays_are_returned_as_arrays(dtype: str) -> None:
     ("package", "program"), [("accelerate", accelerated), ("lightning_fabric", fabricated)]
 )
 def test_a_framework_divides_the_data(package: str, program: Any) -> None:
-    """Two ranks read every sample in each epoch, with different augmentations; with Fabric exactly once.
-
-    Fabric adds its own sampler if there is none, and keeps ddpsafe's if there is one.
-    """
+    """Two ranks read every sample in each epoch, with different augmentations; with Fabric exactly once."""
     pytest.importorskip(package)
     values: Any = run_ranks(program)
     for own_sampler in (0, 1):

@@ -274,10 +274,7 @@ def test_every_path_in_the_contributors_map_exists() -> None:
 
 
 def test_links_of_pages_lead_to_existing_files_and_headings() -> None:
-    """README's promises link to their tests; a moved test takes its links along.
-
-    ``nox -s docs`` also checks the links of the built site.
-    """
+    """README's promises link to their tests; a moved test takes its links along."""
     pages = [*sorted(CHECKOUT.glob("*.md")), *sorted((CHECKOUT / "docs").rglob("*.md"))]
     dead, tried = [], 0
     for page in pages:

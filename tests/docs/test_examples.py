@@ -87,10 +87,7 @@ def test_digits_readme_shows_the_diff_of_the_files() -> None:
 def test_two_simultaneous_jobs_of_the_ported_mp_spawn_script_find_the_line(
     method: str, tmp_path: Path
 ) -> None:
-    """The points lie on y = 3 x + 2.
-
-    The original scripts would both use port 12355; the ported ones are independent.
-    """
+    """The points lie on y = 3 x + 2. The original scripts would both use port 12355."""
     text = port("mp_spawn").read_text(encoding="utf-8")
     assert text.count("nprocs=world_size") == 1
     started = text.replace("nprocs=world_size", f"nprocs=world_size, start_method={method!r}")

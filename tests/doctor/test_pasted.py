@@ -17,10 +17,7 @@ Variables = dict[int, dict[str, str]]
 
 
 def paste(network: Network, finding: dict[str, Any], env: Variables) -> None:
-    """Run the lines of a fix on the hosts that they name.
-
-    An export or unset changes the variables of later programs on that host.
-    """
+    """Run the lines of a fix on the hosts that they name; variables change for later programs there."""
     lines = [line.strip() for line in finding["fix"].splitlines() if line.startswith("    ")]
     for line in lines:
         where = ON.search(line)

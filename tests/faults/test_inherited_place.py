@@ -137,10 +137,7 @@ def test_a_worker_that_joins_when_its_script_is_imported_is_explained(
 
 @pytest.mark.full
 def test_processes_of_ranks_form_no_group_of_their_own(tmp_path: Path) -> None:
-    """One of each of two ranks would do so, with torch's own function, and train beside the job.
-
-    Once the ranks have left their group, their processes may make it.
-    """
+    """One of each of two ranks would train beside the job; once the ranks have left their group, they may."""
     run = run_ranks(tmp_path, STARTS_PROCESSES, 2)
     assert run.code == 0, run.err
     assert sorted(run.out.splitlines()) == [

@@ -25,10 +25,7 @@ def _warm_server(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.mark.parametrize("ranks", WORLD_SIZES)
 def test_a_rank_that_hangs_before_init_process_group_is_named(tmp_path: Path, ranks: int) -> None:
-    """The waiting ranks use ddpsafe's `init_process_group`, which names the missing rank.
-
-    gloo would wait for five times its timeout and name no rank.
-    """
+    """Gloo would wait for five times its timeout and name no rank."""
     world = World(folder=tmp_path, ranks=ranks)
     error = world.spawn_fails(
         ddpsafe.RendezvousTimeoutError,

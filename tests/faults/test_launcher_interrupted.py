@@ -36,11 +36,7 @@ from machine import require_in_time
 def test_a_signal_ends_the_ranks_and_then_the_launcher(
     tmp_path: Path, signum: signal.Signals, how: str
 ) -> None:
-    """Its exit status is the signal, and no process is left, wherever the ranks are.
-
-    They sleep, block in C++, or hold the GIL in C, and have DataLoader workers and children that
-    ignore signals.
-    """
+    """Its exit status is the signal, and no process is left: ranks in C++ or with the GIL, workers, children."""
     with start_script(tmp_path, launch_everything(how)) as job:
         job.wait_until_up()
         sent_s = time.monotonic()
@@ -56,10 +52,7 @@ def test_a_signal_ends_the_ranks_and_then_the_launcher(
 @pytest.mark.full(but=["9"])
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_no_temporary_file_is_left(tmp_path: Path, signum: signal.Signals) -> None:
-    """Neither ddpsafe's run directory nor the folder of Python's own helpers remains.
-
-    SIGKILL arrives as soon as a rank has started, so the launcher itself cannot clean up.
-    """
+    """Neither ddpsafe's run directory nor the folder of Python's own helpers, even after SIGKILL."""
     with tempfile.TemporaryDirectory() as temporary:  # short, for the fork server's socket
         statements = f"""
             os.environ["TMPDIR"] = {temporary!r}

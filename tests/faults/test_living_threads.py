@@ -21,10 +21,7 @@ from ddpsafe._launcher.watch import supervisor
 def test_what_a_function_left_running_is_waited_for(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Threads, executors, exit functions, processes and queues finish, as under mp.spawn.
-
-    A warning names the line that the launcher waits for.
-    """
+    """As under mp.spawn; a warning names the line that the launcher waits for."""
     queue: multiprocessing.Queue[bytes] = multiprocessing.get_context("spawn").Queue()
     reader = threading.Thread(
         target=lambda: (

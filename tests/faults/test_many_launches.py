@@ -37,10 +37,7 @@ def launch_and_fail(world: World) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("launches", [6, 20, pytest.param(200, marks=pytest.mark.soak)])
 def test_descriptors_threads_memory_and_files_do_not_grow(tmp_path: Path, launches: int) -> None:
-    """Every third launch fails, and every third has one rank only.
-
-    The first launches start Python's own helpers and are not counted.
-    """
+    """Every third fails, every third has one rank; Python's own helpers start with the first ones."""
     before = leftovers.Snapshot.take()
     uncounted = min(10, launches // 2)
     _repeat(tmp_path, uncounted)

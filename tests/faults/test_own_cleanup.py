@@ -93,10 +93,7 @@ def test_a_rank_that_handles_an_error_for_long_is_asked_ever_more_rarely(tmp_pat
 def test_a_step_withdraws_an_error_that_has_been_handled(
     tmp_path: Path, where: str, status: str
 ) -> None:
-    """A rank that continues to train without a group has not failed.
-
-    A step inside the `except` block proves nothing: the error may still end the rank.
-    """
+    """A step after the `except` block does; inside of it the error may still end the rank."""
     world = World(folder=tmp_path)
     error = world.spawn_fails(
         ddpsafe.RankRaisedError, *(programs.fail_beside_a_rank_that_steps, Optimizer(), where)

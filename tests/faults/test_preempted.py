@@ -58,10 +58,7 @@ def launch(program: str, fields: str = "") -> str:
 def test_ranks_at_different_calls_stop_at_the_same_one(
     outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Four ranks, each at its own speed and many calls apart, save at the same step.
-
-    The policy allows a retry, but the launcher itself has been asked to stop.
-    """
+    """Four ranks, each at its own speed and many calls apart, save at the same step; no retry follows."""
     found = outcomes[name]
     assert (found["error"], found["kind"], found["attempt"]) == ("PreemptedError", "preempted", 1)
     assert len(found["saved"]) == 4
@@ -74,10 +71,7 @@ def test_ranks_at_different_calls_stop_at_the_same_one(
 def test_signals_to_all_processes_of_a_job_are_one_request(
     outcomes: dict[str, dict[str, Any]], name: str
 ) -> None:
-    """Systemd and ``scancel --full`` signal every process, and Slurm the group of each task.
-
-    Neither the ranks nor the fork server die of it.
-    """
+    """Systemd and ``scancel --full`` signal every process, and Slurm the group of each task."""
     found = outcomes[name]
     assert found["error"] == "PreemptedError", found["text"]
     assert len(found["saved"]) == 2
@@ -87,10 +81,7 @@ def test_signals_to_all_processes_of_a_job_are_one_request(
 def test_helpers_of_ranks_outlive_a_signal_to_all_processes(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """Workers of loaders, pools, executors and managers work until the ranks have saved, and end with them.
-
-    The signal comes twice, within a second.
-    """
+    """Workers of loaders, pools, executors and managers work until the ranks have saved; it comes twice."""
     found = outcomes["all processes and helpers"]
     assert found["error"] == "PreemptedError", found["text"]
     assert "ranks 0 and 1 (world_size 2) stopped on SIGTERM" in found["text"]
@@ -167,10 +158,7 @@ def test_failure_while_saving_is_reported_and_not_retried(
 def test_request_after_a_rank_has_returned_changes_nothing(
     outcomes: dict[str, dict[str, Any]],
 ) -> None:
-    """Rank 0 has made all its calls, so the others must not stop at a call that it has passed.
-
-    The training ends as it would without the request, and no rank waits for rank 0.
-    """
+    """Rank 0 has made all its calls, so the others must not stop at a call that it has passed."""
     assert outcomes["too late"]["values"] == {"0": 40, "1": 40}
 
 

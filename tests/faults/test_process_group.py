@@ -60,10 +60,7 @@ def test_a_rank_that_misses_a_barrier_is_named_on_every_other_rank(
 @pytest.mark.recorder
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_rank_that_fails_because_of_a_peer_names_the_peer(tmp_path: Path, failing: int) -> None:
-    """Beside torch's "Connection closed by peer" it reports which rank failed first, and why.
-
-    Rank 0 serves the store, so its reason is lost with it, but rank 0 is still named.
-    """
+    """Beside torch's text; of rank 0 only the number is known, as it serves the store."""
     ended = run(2, programs.fail_beside_others, tmp_path, failing, "train")
     assert isinstance(ended[failing].error, ValueError)
     other = ended[1 - failing].error

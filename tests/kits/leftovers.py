@@ -214,10 +214,7 @@ def _removes_tensors(pid: int) -> bool:
 
 
 def _held_by(pid: int) -> Iterator[int]:
-    """Find the inodes of the shared memory that a process holds.
-
-    Paths do not work: a semaphore is mapped before it gets its name.
-    """
+    """Find the inodes of the shared memory that a process holds; a semaphore is mapped before it has a path."""
     process = Path("/proc") / str(pid)
     try:
         mapped = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]

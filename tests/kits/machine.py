@@ -54,10 +54,7 @@ def slowness() -> float:
 
 
 def hang_limit(limit_s: float) -> float:
-    """Return a limit that ends what hangs, for a machine of this speed.
-
-    Nothing is promised by it, so it may be generous: it also covers a busy machine.
-    """
+    """Return a limit that ends what hangs, for a machine of this speed; nothing is promised by it."""
     return limit_s * slowness()
 
 

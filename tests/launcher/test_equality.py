@@ -25,10 +25,7 @@ State = dict[str, torch.Tensor]
 def test_launch_trains_the_same_weights_as_the_hand_written_form(
     nproc: int, accumulate: int, tmp_path: Path
 ) -> None:
-    """Both use the same seeds, DistributedSampler, BatchNorm, Dropout and Adam, also with no_sync.
-
-    After two epochs every parameter and buffer of every rank is identical to the last bit.
-    """
+    """To the last bit: seeds, DistributedSampler, BatchNorm, Dropout and Adam, also with no_sync."""
     expected = train_by_hand(nproc, accumulate, tmp_path)
     values = ddpsafe.launch(
         programs.with_ddpsafe,

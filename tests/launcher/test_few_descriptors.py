@@ -43,10 +43,7 @@ if __name__ == "__main__":
 
 @pytest.mark.full
 def test_too_few_free_descriptors_raise_preflight_error_at_once(tmp_path: Path) -> None:
-    """The error does not depend on where they would run out; with the number it names, the launch works.
-
-    That holds with the preflight and without it.
-    """
+    """Wherever they would run out; with the number that it names, the launch works."""
     for line in scripts.run(tmp_path, SCRIPT).lines():
         *refused, last = json.loads(line)
         assert last == {"0": 2.0, "1": 3.0}
@@ -96,10 +93,7 @@ if __name__ == "__main__":
 @pytest.mark.root
 @needs_namespaces
 def test_a_machine_without_proc_raises_preflight_error(tmp_path: Path) -> None:
-    """Without it, the processes that a rank starts cannot be found, and psutil raises IndexError.
-
-    That holds with the preflight and without it.
-    """
+    """Without it, the processes that a rank starts cannot be found, and psutil raises IndexError."""
     script = scripts.write(tmp_path, "script.py", WITHOUT_PROC)
     hide = 'mount -t tmpfs none /proc && exec "$@"'
     run = subprocess.run(

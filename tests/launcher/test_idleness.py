@@ -184,10 +184,7 @@ def without_waits(usage: Usage) -> Usage:
 
 @pytest.mark.parametrize("what", IDLE)
 def test_a_process_that_waits_is_idle(tmp_path: Path, what: str) -> None:
-    """For a lock, a lock file, a silent server or an idle process.
-
-    A wait for a core counts as activity, as the module says, so other work must not decide this.
-    """
+    """For a lock, a lock file, a silent server or an idle process; a wait for a core would be activity."""
     before, now, elapsed_s = look_at_program(IDLE[what], tmp_path)
     assert before is not None
     assert now is not None

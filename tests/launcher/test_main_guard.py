@@ -269,10 +269,7 @@ def execute(folder: Path, *cells: str) -> list[NotebookNode]:
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
 def test_a_notebook_launches_a_function_from_a_cell(tmp_path: Path, start_method: str) -> None:
-    """Rank 0 prints into the cell, values are shown, and an exception keeps its type.
-
-    DataLoader workers can read a dataset whose class is defined in a cell.
-    """
+    """Output, values and exceptions reach the cell; loader workers read a dataset that a cell defines."""
     outputs: list[Any] = execute(
         tmp_path,
         """

@@ -86,10 +86,7 @@ def test_the_traceback_of_a_script_is_not_taken_for_an_error_that_it_handled(
 
 @pytest.mark.full
 def test_a_plain_script_forms_a_group_and_receives_its_arguments(tmp_path: Path) -> None:
-    """It can import modules beside it, and ``sys.exit(0)`` at its end is success.
-
-    The launcher imports torch only if that is needed to count GPUs.
-    """
+    """It can import modules beside it, and ``sys.exit(0)`` at its end is success."""
     scripts.write(tmp_path, "sub/train.py", PLAIN)
     look = "import os; LAUNCHER = open(f'/proc/{os.getppid()}/maps').read()"
     note = "open('launcher', 'w').write(str('libtorch' in LAUNCHER))"

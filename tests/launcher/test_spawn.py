@@ -89,10 +89,7 @@ def test_the_signature_begins_as_torchs_does() -> None:
 def test_every_spelling_of_the_call_runs_the_script(
     call: Callable[..., object], tmp_path: Path, busy_port: int
 ) -> None:
-    """Its own setup, cleanup and port stay, although another program holds the port.
-
-    The function's return value is dropped, so it need not be picklable.
-    """
+    """Its own setup, cleanup and port stay, although another program holds the port."""
     assert call(programs.train, (2, busy_port, tmp_path)) is None
     assert notes(tmp_path) == {0: [SUM], 1: [SUM]}
 
@@ -521,10 +518,7 @@ FAULTS: Final[dict[str, tuple[tuple[Any, Any], str, dict[str, object]]]] = {
 @METHODS
 @pytest.mark.parametrize("fault", FAULTS)
 def test_errors_are_also_torchs_errors(run_dir: Path, start_method: str, fault: str) -> None:
-    """``except mp.ProcessRaisedException`` still works, and so does a search in the message.
-
-    The errors keep the attributes of both when they are pickled, as by a pool of processes.
-    """
+    """``except mp.ProcessRaisedException`` and a search in the message work; pickled, they keep both."""
     (ours, torchs), text, facts = FAULTS[fault]
     how: Any = {"start_method": start_method, "run_dir": run_dir}
     with pytest.raises(torchs, match=text) as caught:

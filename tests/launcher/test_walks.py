@@ -79,9 +79,6 @@ def test_the_files_of_a_walk_are_the_files_that_run(walk: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_walk_is_short(walk: str) -> None:
-    """At most 25 files lead to the result, 12 from an exception and 14 from a timeout to its text.
-
-    With two nodes, at most 13 files are added to those of one: what is decided is apart from who does it.
-    """
+    """At most 25 files lead to the result, 12 and 14 to an error; two nodes add at most 13."""
     files = listed(walk)
     assert len(files) == len(set(files)) <= WALKS[walk][1]

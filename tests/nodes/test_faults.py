@@ -72,11 +72,7 @@ def test_every_node_names_the_rank_that_failed(
     culprit: int,
     whats: tuple[str, ...] | None,
 ) -> None:
-    """Whatever ends a rank, all nodes raise the same error with the same message and exit code.
-
-    It names the rank with its node and local rank; the exception object exists only where it was
-    raised. All that happens within the promised seconds, and nothing is left on any host.
-    """
+    """The same error with the same message and exit code on all nodes, in time, and nothing is left."""
     faults = [each for each in FAULTS if whats is None or each[0] in whats]
     cases = [
         Case(name="healthy"),

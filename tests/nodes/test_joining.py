@@ -125,10 +125,7 @@ CASES: Final = [
 def test_problems_with_the_nodes_are_reported_on_each_of_them(
     network: Network, tmp_path: Path
 ) -> None:
-    """Within seconds and by name: which nodes disagree, are surplus or are missing, and on which host.
-
-    Where the other nodes can do without that node, their job continues.
-    """
+    """Within seconds and by name; where the others can do without that node, their job continues."""
     listening = network[0].start([sys.executable, "-c", TAKEN])
     assert listening.stdout is not None
     assert listening.stdout.readline() == "up\n"

@@ -226,10 +226,7 @@ def test_a_rank_that_has_ended_explains_the_loss_of_connections(status: str) -> 
 def test_a_broken_link_between_two_other_nodes_is_named(
     own_network: Network, tmp_path: Path, retries: int, collective_s: int, words: str
 ) -> None:
-    """Node 0 reaches both; every node shows the same, and another start may help.
-
-    Once a kernel has given the connection up, or at the timeout of a collective long before that.
-    """
+    """Node 0 reaches both; every node shows the same, and another start may help."""
     case = Case(name="held", what="held", fields={"timeouts": {"collective": collective_s}})
     launchers = start_job(own_network, [case], tmp_path, nproc=(1, 1, 1))
     await_files(launchers, tmp_path, "running-held-1-*", 3)

@@ -128,10 +128,7 @@ class Unreadable(Exception):  # noqa: N818 - named for what it is
 def test_whatever_ends_a_launcher_can_be_sent_to_the_other_nodes(
     exc: BaseException, phase: Any, kind: str, words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default only what is raised before the ranks run is retried.
-
-    The launcher's log has the traceback; the message refers to it and contains its end.
-    """
+    """With the end of its traceback; by default only what is raised before the ranks run is retried."""
     with pytest.raises(type(exc)):
         raise exc
     error = node_messages.as_error(exc, "node 1 ('h1')", "could not go on", phase=phase)

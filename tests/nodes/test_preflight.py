@@ -26,10 +26,7 @@ pytestmark = pytest.mark.root
 def test_a_closed_port_range_is_reported_on_both_nodes_with_the_lines_to_paste(
     network: Network, tmp_path: Path, closed: int
 ) -> None:
-    """Within seconds, with the direction, and before any rank starts.
-
-    `test_a_node_that_replaces_another_is_examined_before_its_ranks_start` covers ranks that start.
-    """
+    """Within seconds, with the direction, and before any rank starts."""
     case = Case(name="closed", what="long", fields={"preflight": "full"})
     port = 28800
     network[closed].open_only(port, otherwise="drop")

@@ -42,10 +42,7 @@ ENDPOINT: Final = "h0:28700"
 def test_a_replacement_resumes_where_the_lost_node_was(
     own_network: Network, tmp_path: Path, name: str
 ) -> None:
-    """Its ranks join the others' attempt, and all resume from the same checkpoint.
-
-    Where the states are in memory only, the replacement gets its own from the node that has it.
-    """
+    """All resume from the same checkpoint; what only memory had, another node sends."""
     case = Case(name=name, what="resume", fields={"nnodes": 2, "retry": RETRY})
     launchers = [
         start_node(own_network, node, [case], tmp_path, (1, 1), ENDPOINT) for node in (0, 1)
@@ -104,10 +101,7 @@ def test_memory_refuses_parts_that_a_lost_node_would_take_with_it(
 def test_a_node_that_has_lost_node_0_joins_again(
     own_network: Network, tmp_path: Path, how: str, name: str
 ) -> None:
-    """Without a new command: node 0 may have lost it, too, or be started again.
-
-    Also if a rank of its own has failed meanwhile, in a way that is retried.
-    """
+    """Node 0 may have lost it, too, or be started again, and one of its own ranks may have failed."""
     timeouts = {"collective": 60, "grace": 3, "node_loss": 3}
     fields = {"nnodes": 2, "retry": RETRY, "timeouts": timeouts}
     case = Case(name=name, what="resume", fields=fields)
@@ -323,10 +317,7 @@ def test_a_spare_node_ends_well_with_the_job(network: Network, tmp_path: Path) -
 def test_a_preempted_launcher_stops_all_ranks_at_the_same_step(
     network: Network, tmp_path: Path, victim: int
 ) -> None:
-    """SIGTERM to any launcher: every rank of every node saves the same step, and all request a restart.
-
-    The next start of the job continues from that step.
-    """
+    """SIGTERM to any launcher: every rank saves that step, and the next start continues from it."""
     fields = {"timeouts": {"collective": 60, "grace": 3}}
     cases = [Case(name="job", what="resume", fields=fields)]
     launchers = start_job(network, cases, tmp_path, nproc=(2, 2))

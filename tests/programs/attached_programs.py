@@ -49,10 +49,7 @@ def join(timeouts: Mapping[str, float] = PATIENT) -> dict[str, Any]:
 
 
 def run_elastically(function: Callable[[], object], *, max_restarts: int = 0) -> None:
-    """Run torchrun's agent for two ranks, which run a function where torchrun runs a script.
-
-    Its ranks are forked from a server, and so need no second import of torch.
-    """
+    """Run torchrun's agent for two ranks, forked from a server, which run a function."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(

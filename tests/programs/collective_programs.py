@@ -119,10 +119,7 @@ def wait_in_monitored_barrier() -> None:
 def come_apart_in_the_second_group(
     rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
 ) -> None:
-    """Make a second group, in which rank 1 meets the fault after some calls and the others wait.
-
-    The first group has made more calls at its end than the second one will.
-    """
+    """Make a second group, shorter than the first, in which rank 1 meets the fault and the others wait."""
     setup(rank, world_size)
     for _ in range(2 * calls + STEPS):
         average_gradients()

@@ -204,10 +204,7 @@ def exchange(ctx: RankContext) -> dict[str, Any]:
 
 
 def meet(ctx: RankContext, folder: Path) -> list[list[int]]:
-    """Pass barriers whose names repeat; return the ranks that had written a note before each.
-
-    A different rank writes last each time, and gives the others time to slip through.
-    """
+    """Pass barriers whose names repeat, the last rank in turn; return who had written a note before each."""
     seen = []
     for turn, name in enumerate(["epoch", None, "epoch", None, "epoch"]):
         if turn % ctx.world_size == ctx.rank:

@@ -44,10 +44,7 @@ def refuse_to_make_a_group(*_: object, **__: object) -> None:
 
 
 def join_with_gpus(seen: dict[int, list[str]], backend: str = "auto") -> list[int]:
-    """Join as a rank that sees its GPUs; return the devices that it has set by then.
-
-    NCCL has no GPU, so the group itself cannot be made.
-    """
+    """Join as a rank that sees its GPUs, up to the group itself; return the devices that it has set."""
     import torch.distributed as dist
 
     taken = show_gpus(*seen[int(os.environ["RANK"])])

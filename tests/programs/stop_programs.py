@@ -158,10 +158,7 @@ def try_again(ctx: RankContext, folder: Path) -> str:
 
 
 def run_scenarios(folder: Path) -> None:
-    """Launch one scenario after the other, and record the result of each.
-
-    All run in one process, because its fork server has loaded torch after the first.
-    """
+    """Launch one scenario after the other, with one fork server, and record the result of each."""
     policy = ddpsafe.RetryPolicy(on={"preempted", OSError})
     for name, scenario in SCENARIOS.items():
         place = folder / name

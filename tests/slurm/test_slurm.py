@@ -149,10 +149,7 @@ def test_shells_of_a_job_are_not_ranks(slurm: Cluster, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_tasks_that_receive_a_warning_save_at_the_same_step(slurm: Cluster, tmp_path: Path) -> None:
-    """``scancel --signal=USR1`` reaches every task; the two tasks on two nodes stop together.
-
-    srun ends with the exit code that asks for another start.
-    """
+    """``scancel --signal=USR1`` reaches every task; srun's exit code asks for another start."""
     command = train(tmp_path, "train_in_step", "(folder,)")
     step = slurm.start_command("srun", "--job-name=warned", "-N2", "-n2", *command)
     await_ranks(tmp_path, 2)
@@ -168,10 +165,7 @@ def test_tasks_that_receive_a_warning_save_at_the_same_step(slurm: Cluster, tmp_
 def test_a_launcher_in_a_step_receives_the_signal_and_its_ranks_save(
     slurm: Cluster, tmp_path: Path
 ) -> None:
-    """``srun -n1 python train.py`` starts its own ranks; `scancel` sends SIGTERM to the launcher.
-
-    Slurm repeats the signal while the ranks save, which is not a second request.
-    """
+    """`scancel` sends SIGTERM to the launcher, and again while the ranks save: no second request."""
     fields = "(folder,), nproc_per_node=2, start_method='forkserver'"
     command = train(tmp_path, "train_in_step", fields)
     job = slurm.submit(tmp_path, f"srun {shlex.join(command)}; echo code $?", "-n1")
@@ -344,11 +338,7 @@ STEP: Final = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=0
 
 @pytest.mark.full
 def test_two_jobs_on_the_same_nodes_are_independent(slurm: Cluster, tmp_path: Path) -> None:
-    """Each has its own endpoint, world and exit code while both train.
-
-    Each node has one launcher: ``ddpsafe run`` derives the number and order of the nodes and the
-    endpoint. Both tasks of a job report its failure with the same sentence.
-    """
+    """Each has its own endpoint, derived by ``ddpsafe run``, world and exit code while both train."""
     jobs: dict[str, int] = {}
     for name in ("good", "bad"):
         folder = tmp_path / name

@@ -91,10 +91,7 @@ PLACES_OF_TWO: Final = [(0, 2, 0, 2, 0, 1), (1, 2, 1, 2, 0, 1)]
 
 @pytest.mark.full
 def test_script_runs_under_torchrun(tmp_path: Path) -> None:
-    """The context manager, setup() with cleanup(), and launch() join torchrun's ranks in turn.
-
-    These are real interpreters that run to their end: nothing is spawned, each rank gets its own value, torchrun succeeds, and there is no warning.
-    """
+    """The context manager, setup() with cleanup(), and launch() join torchrun's ranks in turn."""
     script = scripts.write(
         tmp_path,
         "train.py",
@@ -219,10 +216,7 @@ def test_tasks_of_srun_and_mpirun_find_each_other(
 
 
 def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
-    """Two shells with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are two ranks.
-
-    Both exit with code 0 and write nothing to stderr.
-    """
+    """Two shells with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are two ranks, without output."""
     script = scripts.write(
         tmp_path,
         "train.py",
@@ -253,10 +247,7 @@ def test_variables_set_by_hand_make_a_group(tmp_path: Path) -> None:
     "start_method", [pytest.param("spawn", marks=pytest.mark.soak), "forkserver"]
 )
 def test_setup_and_cleanup_replace_a_scripts_own(tmp_path: Path, start_method: str) -> None:
-    """``from ddpsafe import setup, cleanup`` is the only change to a script with mp.spawn.
-
-    mp.spawn is `mp.start_processes` with one of these start methods.
-    """
+    """``from ddpsafe import setup, cleanup`` is the only change to a script with mp.spawn."""
     script = scripts.write(
         tmp_path,
         "train.py",
@@ -605,11 +596,7 @@ REFUSED: Final = {"PreflightError", "ConfigError"}
 
 @pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.soak)])
 def test_two_jobs_on_one_port_never_join_each_other(rounds: int, tmp_path: Path) -> None:
-    """Two jobs start together on one hard-coded port, many times: their sums never mix.
-
-    One of them works; the other is refused on both ranks because the port is another job's, unless
-    it started after the first had ended.
-    """
+    """Their sums never mix: one works, the other is refused unless it started after the first had ended."""
     refused = 0
     for found in run_two_jobs(rounds, tmp_path):
         works = [value for value, results in found.items() if results == [2.0 * value] * 2]

@@ -30,10 +30,7 @@ from ddpsafe._worker.stop_agreement import NoAgreementError, StopCalls, StopKeys
 def test_signal_to_one_rank_stops_all_at_the_same_call(
     ranks: int, signalled: int, signum: signal.Signals, tmp_path: Path
 ) -> None:
-    """The ranks are many calls apart; afterwards, the caller's signal handlers are restored.
-
-    A group that is made later starts without the request.
-    """
+    """The ranks are many calls apart; a group that is made later starts without the request."""
     envs = hand_started(ranks) if ranks > 1 else [{}]
     ended = forked_ranks.run(programs.be_asked, envs, signalled, signum, folder=tmp_path)
     found = forked_ranks.values(ended)

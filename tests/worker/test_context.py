@@ -101,10 +101,7 @@ def test_context_describes_the_rank(world: World) -> None:
 
 
 def test_model_is_wrapped_and_unwrapped(world: World) -> None:
-    """DDP gets the given options and averages gradients; a frozen model is returned as it is.
-
-    BatchNorm is not converted on the CPU, and unwrap removes DDP and torch.compile.
-    """
+    """DDP gets the given options and averages gradients; a frozen model is returned as it is."""
     for found in world.found("wrap").values():
         assert (found["type"], found["option"]) == ("DistributedDataParallel", True)
         assert found["gradient"] == [[MEAN[world.size]] * 2]
@@ -375,19 +372,13 @@ def test_absent_rank_zero_is_named(missing: dict[int, Any]) -> None:
 @pytest.mark.full(but=["1"])
 @pytest.mark.parametrize("nproc", [1, 3])
 def test_only_rank_zero_prints(nproc: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """The job prints one line, not one per rank; sep and end are those of print.
-
-    Nothing else is written while ranks wait for a slow one, not even torch's warnings.
-    """
+    """One line, with sep and end of print; torch warns of nothing while ranks wait for a slow one."""
     launch(programs.speak, nproc=nproc, console="all")
     assert capfd.readouterr() == ("hello-from-0!\n\n", "")
 
 
 def test_all_ranks_agree_to_stop() -> None:
-    """One rank receives SIGUSR1; all ranks, at different speeds, return True at the same call.
-
-    The launch then raises `PreemptedError`: code after it does not run.
-    """
+    """One rank receives SIGUSR1; all return True at the same call, and the launch is preempted."""
     with pytest.raises(ddpsafe.PreemptedError) as caught:
         launch(programs.ask_to_stop)
     calls = caught.value.values

@@ -1,7 +1,7 @@
 """The network of the simulation: hosts, and the channel between launchers as `_job.channel` promises it.
 
 Messages arrive in order and once. A connection that breaks is dialled again, and nothing is missing then. How it
-broke decides how long a node may stay away. `tests/job/test_channel.py` and `tests/nodes/test_messages.py` hold the
+broke decides how long a node may stay away. `tests/nodes/test_messages.py` and `tests/nodes/test_security.py` hold the
 real channel to the same, over sockets.
 """
 
