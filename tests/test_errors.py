@@ -247,20 +247,11 @@ def test_every_command_belongs_to_advice_and_names_known_facts() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "WANDB_API_KEY",
-        "HF_TOKEN",
-        "AWS_SECRET_ACCESS_KEY",
-        "DB_PASSWORD",
-        "SLURM_JWT",
-        "SENTRY_DSN",
-        "SSHPASS",
-        "PGPASS",
-        "AZURE_STORAGE_CONNECTION_STRING",
-        "DB_CONN_STR",
-        "BLOB_SAS",
-        "SIGNING_SALT",
+        "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "SLURM_JWT",
+        "SENTRY_DSN", "SSHPASS", "PGPASS", "AZURE_STORAGE_CONNECTION_STRING", "DB_CONN_STR",
+        "BLOB_SAS", "SIGNING_SALT",
     ],
-)
+)  # fmt: skip
 def test_names_of_secrets_are_recognised(name: str) -> None:
     """Only the name counts, not the value."""
     assert is_secret_name(name)

@@ -15,20 +15,9 @@ from typing import Final, NamedTuple
 from source_tree import PACKAGE, parse, python_files
 
 MATCHERS: Final = {
-    "startswith",
-    "endswith",
-    "removeprefix",
-    "removesuffix",
-    "partition",
-    "rpartition",
-    "split",
-    "rsplit",
-    "find",
-    "rfind",
-    "index",
-    "rindex",
-    "count",
-}
+    "startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split",
+    "rsplit", "find", "rfind", "index", "rindex", "count",
+}  # fmt: skip
 """Methods of `str` that search for another text."""
 
 PATTERNS: Final = {"compile", "search", "match", "fullmatch", "split", "findall", "finditer", "sub"}

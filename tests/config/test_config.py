@@ -290,17 +290,11 @@ def test_variables_of_ranks_keep_their_case(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_kind_of_field_can_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts, words, nulls, empty values, and paths with their requirements are parsed."""
     variables = {
-        "NPROC_PER_NODE": "2",
-        "SEED": "null",
-        "RENDEZVOUS__INTERFACE": "eth0",
-        "RUN_DIR": "/scratch/run",
-        "DATA_PATHS__TRAIN__PATH": "/data/train",
-        "DATA_PATHS__TRAIN__WAIT": "2min",
-        "DATA_PATHS__VAL": "/data/val",
-        "RETRY__ATTEMPTS": "5",
-        "CONSOLE": "none",
-        "TIMEOUTS__ATTEMPT": "",
-    }
+        "NPROC_PER_NODE": "2", "SEED": "null", "RENDEZVOUS__INTERFACE": "eth0",
+        "RUN_DIR": "/scratch/run", "DATA_PATHS__TRAIN__PATH": "/data/train",
+        "DATA_PATHS__TRAIN__WAIT": "2min", "DATA_PATHS__VAL": "/data/val", "RETRY__ATTEMPTS": "5",
+        "CONSOLE": "none", "TIMEOUTS__ATTEMPT": "",
+    }  # fmt: skip
     for name, text in variables.items():
         monkeypatch.setenv(f"DDPSAFE_{name}", text)
     config = LaunchConfig()

@@ -367,16 +367,10 @@ def plain(batch: Any) -> Any:
 
 
 IN_WORKERS: Final = {
-    "iterator with state",
-    "iterator that draws",
-    "dataset that is its iterator",
-    "dataset that begins again as its iterator",
-    "generator with state",
-    "generator without state",
-    "map dataset with state",
-    "sampler with state",
-    "RandomSampler",
-}
+    "iterator with state", "iterator that draws", "dataset that is its iterator",
+    "dataset that begins again as its iterator", "generator with state", "generator without state",
+    "map dataset with state", "sampler with state", "RandomSampler",
+}  # fmt: skip
 """Kinds that workers affect; the other samplers run in the rank's own process."""
 
 

@@ -58,17 +58,11 @@ SCRIPTS: Final = [script for page in PAGES for script in scripts_of(page)]
 
 @pytest.mark.full(
     but=[
-        "docs/how-to/doctor.md-1",
-        "docs/how-to/logs.md-1",
-        "docs/how-to/other-launchers.md-1",
-        "docs/how-to/services.md-1",
-        "docs/how-to/test.md-1",
-        "docs/reference/api.md-1",
-        "docs/reference/config.md-1",
-        "docs/reference/data.md-1",
-        "docs/reference/doctor.md-1",
+        "docs/how-to/doctor.md-1", "docs/how-to/logs.md-1", "docs/how-to/other-launchers.md-1",
+        "docs/how-to/services.md-1", "docs/how-to/test.md-1", "docs/reference/api.md-1",
+        "docs/reference/config.md-1", "docs/reference/data.md-1", "docs/reference/doctor.md-1",
     ]
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
     "script",
     SCRIPTS,

@@ -120,23 +120,11 @@ def test_benchmark_pages_are_on_the_site(site: Path) -> None:
 
 PHONE_PX: Final = 390
 PAGES_TO_VIEW: Final = (
-    "index",
-    "guarantees",
-    "tutorial/first-run",
-    "how-to/doctor",
-    "how-to/watch",
-    "how-to/porting",
-    "how-to/coming-from",
-    "reference/api",
-    "reference/signatures",
-    "reference/config",
-    "reference/data",
-    "findings/index",
-    "findings/DS-MESH-036",
-    "explanation/faq",
-    "benchmarks/mesh",
-    "benchmarks/faults",
-)
+    "index", "guarantees", "tutorial/first-run", "how-to/doctor", "how-to/watch", "how-to/porting",
+    "how-to/coming-from", "reference/api", "reference/signatures", "reference/config",
+    "reference/data", "findings/index", "findings/DS-MESH-036", "explanation/faq",
+    "benchmarks/mesh", "benchmarks/faults",
+)  # fmt: skip
 _CUT_MESSAGES: Final = """
 [...document.querySelectorAll('.highlight-text pre')].filter(each => each.scrollWidth > each.clientWidth + 1)
   .map(each => each.innerText.slice(0, 60))

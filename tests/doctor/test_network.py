@@ -423,16 +423,10 @@ def test_an_unreadable_configuration_is_a_finding(tmp_path: Path) -> None:
 def test_variables_of_a_running_launcher_are_not_leftovers() -> None:
     """A rank of torchrun has all its variables, and no finding asks to unset them."""
     env = {
-        "TORCHELASTIC_RUN_ID": "7",
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+        "TORCHELASTIC_RUN_ID": "7", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
     found = doctor_kit.examine("ENV", "PORT", env=env)
     assert found.problems() == []
     assert "Started by torchrun as rank 1" in found.of("DS-ENV-001")["fact"]

@@ -61,22 +61,11 @@ PROGRESS: Final = "epoch 0 step 10 loss 2.1\n"
         ),
     ],
     ids=[
-        "alone",
-        "goes-on",
-        "at-the-end",
-        "again",
-        "an-error",
-        "beside-an-error",
-        "of-two-lines",
-        "of-two-lines-goes-on",
-        "of-the-watchdog",
-        "of-the-watchdog-goes-on",
-        "joining",
-        "joining-until-the-end",
-        "joined",
-        "joined-on-another-node",
+        "alone", "goes-on", "at-the-end", "again", "an-error", "beside-an-error", "of-two-lines",
+        "of-two-lines-goes-on", "of-the-watchdog", "of-the-watchdog-goes-on", "joining",
+        "joining-until-the-end", "joined", "joined-on-another-node",
     ],
-)
+)  # fmt: skip
 def test_a_warning_followed_by_progress_is_not_a_failure(log: str, codes: list[str]) -> None:
     """Steps that follow show that it stopped nothing; an error always counts."""
     assert [cause.code for cause in explain_text(log)] == codes

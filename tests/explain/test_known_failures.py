@@ -190,15 +190,9 @@ _RETRIES: Final = {
 """The allowed advice. A failure that a restart cannot repair may share its lines with one that passes,
 such as a name that is not known yet: those get ``once``."""
 _NETWORK: Final = (
-    "NCCL-unreachable",
-    "NCCL-refused",
-    "MPI-unreachable",
-    "RDZV-unreachable",
-    "RDZV-refused",
-    "RDZV-loopback",
-    "GLOO-refused",
-    "GLOO-ports-closed",
-)
+    "NCCL-unreachable", "NCCL-refused", "MPI-unreachable", "RDZV-unreachable", "RDZV-refused",
+    "RDZV-loopback", "GLOO-refused", "GLOO-ports-closed",
+)  # fmt: skip
 
 
 def test_the_cause_of_a_reported_failure_comes_first() -> None:

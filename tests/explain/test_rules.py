@@ -20,26 +20,11 @@ _NUMPY_S: Final = 0.5
 """The most that importing numpy may take."""
 
 DECORATIONS: Final = (
-    "`{}`",
-    "```{}```",
-    "    {}",
-    "ERROR: {}",
-    "ERROR:root:{}",
-    "[ERROR] {}",
-    "[2026-11-22 10:11:12,345][__main__][ERROR] - {}",
-    "2026-11-22 10:11:12,345 - {}",
-    "ERROR    root:train.py:12 {}",
-    "E       {}",
-    "> {}",
-    "  | {}",
-    "│ {} │",
-    "- {}",
-    "train.py:12: {}",
-    "Caught exception: {}",
-    "rank 1: {}",
-    "'{}'",
-    '"{}"',
-)
+    "`{}`", "```{}```", "    {}", "ERROR: {}", "ERROR:root:{}", "[ERROR] {}",
+    "[2026-11-22 10:11:12,345][__main__][ERROR] - {}", "2026-11-22 10:11:12,345 - {}",
+    "ERROR    root:train.py:12 {}", "E       {}", "> {}", "  | {}", "│ {} │", "- {}",
+    "train.py:12: {}", "Caught exception: {}", "rank 1: {}", "'{}'", '"{}"',
+)  # fmt: skip
 """What loggers, pytest, boxes and pastes add to an exception."""
 
 

@@ -173,17 +173,9 @@ def pytest_has_expected_failures(folder: Path) -> str:
         encoding="utf-8",
     )
     command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-rA",
-        "-p",
-        "no:ddpsafe.testing",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "test_oom.py",
-    ]
+        sys.executable, "-m", "pytest", "-rA", "-p", "no:ddpsafe.testing", "-p", "no:cacheprovider",
+        "-q", "test_oom.py",
+    ]  # fmt: skip
     run = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout
     return run.stdout

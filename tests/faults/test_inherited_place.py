@@ -108,15 +108,8 @@ def run_ranks(folder: Path, source: str, ranks: int) -> scripts.Run:
     """Run a script under ``ddpsafe run``."""
     scripts.write(folder, "train.py", source)
     command = [
-        "-m",
-        "ddpsafe",
-        "run",
-        "--nproc-per-node",
-        str(ranks),
-        "--run-dir",
-        "run",
-        "train.py",
-    ]
+        "-m", "ddpsafe", "run", "--nproc-per-node", str(ranks), "--run-dir", "run", "train.py",
+    ]  # fmt: skip
     return scripts.Script(command, folder=folder).end()
 
 

@@ -38,16 +38,8 @@ NAMESPACES: Final = {"mnt": 0x00020000, "uts": 0x04000000, "net": 0x40000000, "p
 """Files of /proc/PID/ns, and their flags in <linux/sched.h>."""
 
 READ_AT_START: Final = (
-    "PYTHON",
-    "LD_",
-    "LC_",
-    "LANG",
-    "OMP_",
-    "MKL_",
-    "KMP_",
-    "TORCH_",
-    "PYTORCH_",
-)
+    "PYTHON", "LD_", "LC_", "LANG", "OMP_", "MKL_", "KMP_", "TORCH_", "PYTORCH_",
+)  # fmt: skip
 """Prefixes of variables that Python, the linker or torch read when they start or are imported."""
 
 MARK: Final = "PYTEST_RUN_MARK"

@@ -59,15 +59,11 @@ class Page(HTMLParser):
 def report(**facts: Any) -> dict[str, Any]:
     """Return a report of an attempt with one rank."""
     rank = {
-        "rank": 0,
-        "hostname": HOSTILE,
-        "status": "raised",
-        "steps": 3,
-        "where": HOSTILE,
+        "rank": 0, "hostname": HOSTILE, "status": "raised", "steps": 3, "where": HOSTILE,
         "raised": {"traceback": HOSTILE},
         "collectives": [{"name": HOSTILE, "number": 1, "done": False}],
         "timeline_s": {"starting": 0.0, "joining": 1.0, "running": 2.0, "waiting": 3.0, "end": 9.0},
-    }
+    }  # fmt: skip
     return {"error": "RankRaisedError", "what": HOSTILE, "cause": HOSTILE, "ranks": [rank], **facts}
 
 

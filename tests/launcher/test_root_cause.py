@@ -1087,17 +1087,9 @@ OF_TORCH: Final = [
 # fmt: on
 
 ROWS: Final[list[Any]] = [
-    *ENDED,
-    *OF_TORCH,
-    *WRAPPED,
-    *IN_FLIGHT,
-    *NCCL,
-    *PLACES,
-    *LATE_RANKS,
-    *POINT_TO_POINT,
-    *DEADLINES,
-    *KINDS,
-]
+    *ENDED, *OF_TORCH, *WRAPPED, *IN_FLIGHT, *NCCL, *PLACES, *LATE_RANKS, *POINT_TO_POINT,
+    *DEADLINES, *KINDS,
+]  # fmt: skip
 
 
 def outcomes_of(row: Row) -> dict[int, RankOutcome]:

@@ -71,14 +71,9 @@ def test_metrics_of_several_launches_are_read_by_prometheus() -> None:
     away = {**rank, "rank": 1, "hostname": "two", "last_step_s": None}
     late = {"ranks": [1, 3], "waited_s": 1.5, "share": 0.25}
     running = {
-        "run_dir": path,
-        "state": "running",
-        "world_size": 2,
-        "attempt": 3,
-        "longest_step_s": 4.0,
-        "ranks": [rank, away],
-        "stragglers": [late],
-    }
+        "run_dir": path, "state": "running", "world_size": 2, "attempt": 3, "longest_step_s": 4.0,
+        "ranks": [rank, away], "stragglers": [late],
+    }  # fmt: skip
     text = openmetrics.render([running, {"run_dir": "other", "state": "ended"}])
     families = {each.name: each for each in text_string_to_metric_families(text)}
     assert {
@@ -158,33 +153,15 @@ def test_a_missing_path_is_reported(tmp_path: Path, capsys: pytest.CaptureFixtur
 def facts() -> dict[str, object]:
     """Return the answer of a launcher whose only rank is this process."""
     rank = {
-        "rank": 0,
-        "local_rank": 0,
-        "hostname": "host",
-        "pid": os.getpid(),
-        "phase": "running",
-        "state": "sleeping",
-        "answered": True,
-        "steps": 7,
-        "steps_per_s": 2.0,
-        "saves": 0,
-        "resumed_from": "",
-        "last_step_s": 0.2,
-        "collective": None,
-        "where": "train.py:11 in train",
-        "in_collective": False,
-        "threads": [],
-        "loader_workers": [],
-    }
+        "rank": 0, "local_rank": 0, "hostname": "host", "pid": os.getpid(), "phase": "running",
+        "state": "sleeping", "answered": True, "steps": 7, "steps_per_s": 2.0, "saves": 0,
+        "resumed_from": "", "last_step_s": 0.2, "collective": None, "where": "train.py:11 in train",
+        "in_collective": False, "threads": [], "loader_workers": [],
+    }  # fmt: skip
     return {
-        "schema": 1,
-        "pid": os.getpid(),
-        "attempt": 1,
-        "world_size": 1,
-        "longest_step_s": 0.5,
-        "stragglers": [{"text": "all others waited for rank 3 14 % of the time"}],
-        "ranks": [rank],
-    }
+        "schema": 1, "pid": os.getpid(), "attempt": 1, "world_size": 1, "longest_step_s": 0.5,
+        "stragglers": [{"text": "all others waited for rank 3 14 % of the time"}], "ranks": [rank],
+    }  # fmt: skip
 
 
 def await_question(listener: StatusSocket) -> bool:

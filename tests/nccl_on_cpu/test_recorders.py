@@ -25,28 +25,13 @@ def entry(number: int, **fields: Any) -> dict[str, Any]:
     """Return an entry as FlightRecorder::dump_json of torch 2.13 writes it, queued by default."""
     name = fields.pop("name", "nccl:all_reduce")
     return {
-        "record_id": number,
-        "pg_id": 0,
-        "process_group": list(MAIN),
-        "collective_seq_id": number,
-        "p2p_seq_id": 0,
-        "op_id": number,
-        "profiling_name": name,
-        "time_created_ns": 1_000 + number,
-        "input_sizes": [[4, 2]],
-        "input_dtypes": ["Float"],
-        "output_sizes": [[4, 2]],
-        "output_dtypes": ["Float"],
-        "state": "scheduled",
-        "time_discovered_started_ns": 0,
-        "time_discovered_completed_ns": 0,
-        "retired": False,
-        "timeout_ms": 600_000,
-        "is_p2p": False,
-        "thread_id": "1",
-        "thread_name": "python",
-        **fields,
-    }
+        "record_id": number, "pg_id": 0, "process_group": list(MAIN), "collective_seq_id": number,
+        "p2p_seq_id": 0, "op_id": number, "profiling_name": name, "time_created_ns": 1_000 + number,
+        "input_sizes": [[4, 2]], "input_dtypes": ["Float"], "output_sizes": [[4, 2]],
+        "output_dtypes": ["Float"], "state": "scheduled", "time_discovered_started_ns": 0,
+        "time_discovered_completed_ns": 0, "retired": False, "timeout_ms": 600_000, "is_p2p": False,
+        "thread_id": "1", "thread_name": "python", **fields,
+    }  # fmt: skip
 
 
 def done(number: int, **fields: Any) -> dict[str, Any]:

@@ -81,13 +81,8 @@ def join_until_another_is_refused(folder: Path) -> int:
 def place(ctx: ddpsafe.RankContext) -> tuple[int, ...]:
     """Return rank, world size, local rank, local world size, node rank and number of nodes."""
     return (
-        ctx.rank,
-        ctx.world_size,
-        ctx.local_rank,
-        ctx.local_world_size,
-        ctx.node_rank,
-        ctx.nnodes,
-    )
+        ctx.rank, ctx.world_size, ctx.local_rank, ctx.local_world_size, ctx.node_rank, ctx.nnodes,
+    )  # fmt: skip
 
 
 def follow_on_each_node() -> tuple[int, ...]:

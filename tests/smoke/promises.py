@@ -191,29 +191,13 @@ def _error(function: Callable[..., object], **fields: Any) -> ddpsafe.DDPSafeErr
 
 
 PROMISES: Final = (
-    launched,
-    forked,
-    exception,
-    killed,
-    hang,
-    left_early,
-    checkpoint_and_loader,
-    spawned,
-    attached,
+    launched, forked, exception, killed, hang, left_early, checkpoint_and_loader, spawned, attached,
     run,
-)
+)  # fmt: skip
 PACKAGES: Final = (
-    "torch",
-    "pydantic",
-    "pydantic-settings",
-    "tenacity",
-    "psutil",
-    "cloudpickle",
-    "rich",
-    "isal",
-    "jinja2",
-    "numpy",
-)
+    "torch", "pydantic", "pydantic-settings", "tenacity", "psutil", "cloudpickle", "rich", "isal",
+    "jinja2", "numpy",
+)  # fmt: skip
 
 
 def main() -> int:

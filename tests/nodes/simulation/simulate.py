@@ -49,20 +49,9 @@ _MOST_QUESTIONS: Final = 3
 """In the half second in which all ranks of a job return."""
 
 _MOMENTS: Final = (
-    "Introduction",
-    "Answered",
-    "RoundPlan",
-    "Ready",
-    "RankReport",
-    "RankEnded",
-    "ReportOutcomes",
-    "NodeOutcomes",
-    "LetRanksExit",
-    "RoundResult",
-    "RanksEnded",
-    "SignalReceived",
-    "FoldersSeen",
-)
+    "Introduction", "Answered", "RoundPlan", "Ready", "RankReport", "RankEnded", "ReportOutcomes",
+    "NodeOutcomes", "LetRanksExit", "RoundResult", "RanksEnded", "SignalReceived", "FoldersSeen",
+)  # fmt: skip
 """Messages on which faults happen: from the first meeting to the end of the job."""
 
 _KINDS: Final = (
