@@ -55,13 +55,7 @@ if TYPE_CHECKING:
 __version__: Final = "0.2.0"
 
 _HOMES: Final = {
-    "ddpsafe._config": (
-        "DataPath",
-        "LaunchConfig",
-        "Rendezvous",
-        "RetryPolicy",
-        "Timeouts",
-    ),
+    "ddpsafe._config": ("DataPath", "LaunchConfig", "Rendezvous", "RetryPolicy", "Timeouts"),
     "ddpsafe._errors": (
         "ConfigError",
         "ConfigProblem",

@@ -154,10 +154,7 @@ class DDPSafeError(Exception):
 
 
 def rebuild(
-    cls: type[E],
-    args: tuple[object, ...],
-    facts: dict[str, object],
-    cause: BaseException | None,
+    cls: type[E], args: tuple[object, ...], facts: dict[str, object], cause: BaseException | None
 ) -> E:
     """Make an error from its attributes, in the process that unpickles it."""
     error = cls.__new__(cls, *args)

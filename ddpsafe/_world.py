@@ -564,11 +564,7 @@ def _slurm_node(env: Mapping[str, str]) -> NodePlace | None:
         number = int(job) * 7 + int(step) if (job + step).isdecimal() else 0
         endpoint = f"{first}:{_NODE_PORTS[number % len(_NODE_PORTS)]}"
     return NodePlace(
-        nnodes=nnodes,
-        node_rank=node,
-        endpoint=endpoint,
-        job=f"slurm-{job}.{step}",
-        said_by="Slurm",
+        nnodes=nnodes, node_rank=node, endpoint=endpoint, job=f"slurm-{job}.{step}", said_by="Slurm"
     )
 
 

@@ -221,8 +221,7 @@ def _find_mismatch(group: str, calls: dict[int, dict[int, _Recorded]]) -> Record
         if all(entry.state == "completed" for entry in inside.values()):
             continue
         usual = max(
-            inside.values(),
-            key=lambda call: sum(call.matches(other) for other in inside.values()),
+            inside.values(), key=lambda call: sum(call.matches(other) for other in inside.values())
         )
         others = {rank: entry for rank, entry in inside.items() if not entry.matches(usual)}
         if others:

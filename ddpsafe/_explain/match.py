@@ -69,12 +69,7 @@ class Matcher:
             yield self.catalogue.rules[number]
 
     def match(
-        self,
-        body: str,
-        innermost: str | None,
-        grams: Iterable[str] | None,
-        *,
-        is_exception: bool,
+        self, body: str, innermost: str | None, grams: Iterable[str] | None, *, is_exception: bool
     ) -> Matched:
         """Return what a line matches.
 

@@ -251,12 +251,7 @@ class Findings:
         return cause
 
     def note_exception(
-        self,
-        raised: re.Match[str],
-        line: Line,
-        traceback: Traceback | None,
-        *,
-        is_logged: bool,
+        self, raised: re.Match[str], line: Line, traceback: Traceback | None, *, is_logged: bool
     ) -> Cause:
         """Record the script's own exception; one without a traceback counts if there is no other."""
         known = self._causes.get(_USER)

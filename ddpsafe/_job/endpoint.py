@@ -64,10 +64,7 @@ _CANNOT_SERVE: Final = {
         "this host does not have that address.",
         "give node rank 0 to the host of the endpoint, or name this host in the endpoint.",
     ),
-    errno.EACCES: (
-        "ports below 1024 need root.",
-        "choose a port above 1023 for this job.",
-    ),
+    errno.EACCES: ("ports below 1024 need root.", "choose a port above 1023 for this job."),
     0: (
         "this host does not allow a program to listen there.",
         "choose another port or address for this job.",

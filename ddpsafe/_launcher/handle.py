@@ -123,10 +123,7 @@ class SpawnHandle:
     """
 
     def __init__(
-        self,
-        run: Callable[[OnStart, threading.Event, GracePeriod], object],
-        *,
-        daemon: bool,
+        self, run: Callable[[OnStart, threading.Event, GracePeriod], object], *, daemon: bool
     ) -> None:
         """Start the ranks; return once every process exists, or raise if the start has failed."""
         self.processes: list[BaseProcess] = []

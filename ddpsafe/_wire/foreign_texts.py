@@ -412,8 +412,7 @@ class PrintedError(NamedTuple):
 
 _OF_EXCEPTHOOK: Final = re.compile(r"\[rank(\d+)\]: ?")
 _ERROR_LINE: Final = re.compile(
-    r"\A.*\n(?:[ \t].*\n|\n)*(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$",
-    re.MULTILINE,
+    r"\A.*\n(?:[ \t].*\n|\n)*(?P<type>[A-Za-z_][\w.]*)(?:: (?P<message>.*))?$", re.MULTILINE
 )
 
 

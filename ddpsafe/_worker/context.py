@@ -293,12 +293,7 @@ class RankContext:
     def rank_zero_first(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
     def rank_zero_first(  # type: ignore[misc]  # `local` is never passed on to `fn`
-        self,
-        fn: Any = None,
-        /,
-        *args: Any,
-        local: bool = False,
-        **kwargs: Any,
+        self, fn: Any = None, /, *args: Any, local: bool = False, **kwargs: Any
     ) -> Any:
         """Run on rank 0 first, e.g. a download; the other ranks follow when it is done.
 

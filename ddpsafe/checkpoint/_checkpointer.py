@@ -184,11 +184,7 @@ class Checkpointer:
             if lock is not None:
                 # For callers that use neither `with` nor close().
                 weakref.finalize(self, lock.release)
-                self._publisher = _save.Publisher(
-                    directory=self._directory,
-                    lock=lock,
-                    keep=rules,
-                )
+                self._publisher = _save.Publisher(directory=self._directory, lock=lock, keep=rules)
         if memory_every is not None:
             self._memory = open_memory(
                 self._ranks, self._directory, memory_every, may_give_up=on_failure == "warn"

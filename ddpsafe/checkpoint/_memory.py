@@ -409,11 +409,7 @@ def _uses_gpu() -> bool:
 
 
 def open_memory(
-    ranks: Ranks,
-    directory: Path,
-    every: int | timedelta | Literal["auto"],
-    *,
-    may_give_up: bool,
+    ranks: Ranks, directory: Path, every: int | timedelta | Literal["auto"], *, may_give_up: bool
 ) -> StateMemory | None:
     """Use the memory of the nodes; ``None``, with a warning, if one of them has none for this."""
     from ddpsafe._worker.collectives import group_size

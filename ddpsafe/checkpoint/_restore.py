@@ -160,9 +160,7 @@ def restore(request: RestoreRequest) -> Restored | None:
         loaded, message = _load(request, step, folder)
         exchange.send(message)
         answer = exchange.agree(
-            functools.partial(_agree_on_damage, folder, step),
-            absence_error,
-            ranks.deadline(),
+            functools.partial(_agree_on_damage, folder, step), absence_error, ranks.deadline()
         )
         if loaded is not None and answer["use"]:  # every rank could load it
             _apply_everywhere(request, loaded, absence_error)

@@ -473,11 +473,7 @@ class _Reading(Dataset[Any]):
         try:
             views = self.views()
             described = [
-                {
-                    "fingerprint": view.fingerprint(),
-                    "kind": view.kind,
-                    "by_paths": view.by_paths,
-                }
+                {"fingerprint": view.fingerprint(), "kind": view.kind, "by_paths": view.by_paths}
                 for view in views
             ]
         except Exception as error:  # noqa: BLE001 - raised on every rank; here it would leave ranks waiting

@@ -90,13 +90,7 @@ def warning(
 ) -> Finding:
     """Return a finding that may break a job."""
     return Finding(
-        code=code,
-        severity="warning",
-        fact=fact,
-        cause=cause,
-        fix=fix,
-        hosts=hosts,
-        details=details,
+        code=code, severity="warning", fact=fact, cause=cause, fix=fix, hosts=hosts, details=details
     )
 
 

@@ -29,11 +29,7 @@ from ddpsafe._errors import (
     RankRaisedError,
     RendezvousTimeoutError,
 )
-from ddpsafe._launcher.diagnosis.rank_readings import (
-    CRASH,
-    could_not_report,
-    is_endless_recursion,
-)
+from ddpsafe._launcher.diagnosis.rank_readings import CRASH, could_not_report, is_endless_recursion
 from ddpsafe._launcher.diagnosis.root_cause import (
     CONCLUSIONS,
     find_passed,
@@ -1030,10 +1026,7 @@ def _find_early(ended: EndedAttempt) -> list[RankOutcome]:
 
 
 def _too_long_error(
-    ended: EndedAttempt,
-    cause: RootCause,
-    setting: Limit,
-    behaviour: str,
+    ended: EndedAttempt, cause: RootCause, setting: Limit, behaviour: str
 ) -> LaunchError:
     """Return the error of an attempt that exceeded `timeouts.attempt` or `timeouts.progress`."""
     running = [

@@ -329,9 +329,7 @@ def _find_endless(
 
 
 def _find_stopped(
-    views: Mapping[int, RankView],
-    members: Mapping[str, tuple[int, ...]],
-    waits: Mapping[int, Wait],
+    views: Mapping[int, RankView], members: Mapping[str, tuple[int, ...]], waits: Mapping[int, Wait]
 ) -> Deadlock | None:
     """Find a stopped rank that all others wait for."""
     # All: a rank that is still busy may resume it.

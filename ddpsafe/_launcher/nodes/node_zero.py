@@ -14,15 +14,7 @@ import psutil
 
 from ddpsafe._clock import Deadline
 from ddpsafe._errors import DDPSafeError, NodeLostError
-from ddpsafe._job.channel import (
-    BEAT_S,
-    Away,
-    Back,
-    ClockOffset,
-    GarbledError,
-    Lost,
-    SilenceWatch,
-)
+from ddpsafe._job.channel import BEAT_S, Away, Back, ClockOffset, GarbledError, Lost, SilenceWatch
 from ddpsafe._launcher.attempt import outcomes_of, run_attempt
 from ddpsafe._launcher.nodes.decisions import Do, NodeZero, PutSignal, Send, Until
 from ddpsafe._launcher.nodes.node_messages import (

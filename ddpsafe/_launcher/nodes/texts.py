@@ -36,12 +36,7 @@ def lost_nodes_error(ended: EndedAttempt, plan: RoundPlan, lost: dict[int, Lost]
     if others and len(lost) == len(plan.nodes) - 1:
         details.append("All other nodes at once: the network of this one is the likely cause.")
     return lost_node_error(
-        plan,
-        node,
-        first,
-        when=ended.when("peer-lost"),
-        details=details,
-        **ended.facts(),
+        plan, node, first, when=ended.when("peer-lost"), details=details, **ended.facts()
     )
 
 
@@ -62,10 +57,7 @@ _LOSSES: Final[dict[EndOfConnection, tuple[str, str]]] = {
         "its launcher has ended without a word: it was killed or has crashed, or its job step was ended.",
         "check dmesg (out of memory?) and the launcher's log on {host}; its ranks ended with it.",
     ),
-    "goodbye": (
-        "its launcher has left the job.",
-        "see what it wrote on {host} before it ended.",
-    ),
+    "goodbye": ("its launcher has left the job.", "see what it wrote on {host} before it ended."),
 }
 """The likely cause and the fix, by how the last connection to a node has ended."""
 

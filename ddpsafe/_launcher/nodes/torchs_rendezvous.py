@@ -97,10 +97,7 @@ class SharedState:
     """
 
     def __init__(
-        self,
-        own: str,
-        last_call: timedelta,
-        is_there: Callable[[Collection[str]], Collection[str]],
+        self, own: str, last_call: timedelta, is_there: Callable[[Collection[str]], Collection[str]]
     ) -> None:
         self._own, self._last_call_s, self._is_there = own, last_call.total_seconds(), is_there
         self._lock = threading.Lock()

@@ -230,11 +230,7 @@ class AttemptWatch:
                 return must_stop
 
             unfinished = let_ranks_leave(
-                self._processes,
-                self._timeouts,
-                clock=self._clock,
-                wait=self._wait,
-                is_over=is_over,
+                self._processes, self._timeouts, clock=self._clock, wait=self._wait, is_over=is_over
             )
             warn_of_late_ends(self._processes)
             if unfinished and self.stop_request.is_overdue():
@@ -309,10 +305,7 @@ class AttemptWatch:
             ("stop-timeout", self.stop_request.is_overdue),
             ("attempt-timeout", self._attempt.expired),
             ("no-progress", self._progress.stalled),
-            (
-                "start-timeout",
-                lambda: self._start.expired() and not self._have_all_joined(),
-            ),
+            ("start-timeout", lambda: self._start.expired() and not self._have_all_joined()),
         )
         return next((reason for reason, holds in reasons if holds()), None)
 

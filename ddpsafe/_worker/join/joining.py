@@ -142,13 +142,7 @@ def _join_job(world: World, config: LaunchConfig) -> RankContext:
             if likely == "auto":  # the ranks agree on the backend only after this examination
                 likely = "nccl" if torch.cuda.device_count() else "gloo"
             network.require_connected_nodes(
-                config,
-                world,
-                endpoint,
-                keys,
-                control,
-                backend=likely,
-                deadline=deadline,
+                config, world, endpoint, keys, control, backend=likely, deadline=deadline
             )
             deadline = Deadline.after(config.timeouts.start)  # all nodes have joined by now
         if not endpoint.is_on_this_host:

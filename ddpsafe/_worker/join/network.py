@@ -76,10 +76,7 @@ def _require(name: str) -> str:
 
 
 def _find_way(endpoint: StoreEndpoint, deadline: Deadline) -> str | None:
-    lookup = BoundedCall(
-        lambda: look_up(endpoint.host, endpoint.port),
-        name="ddpsafe-resolve",
-    )
+    lookup = BoundedCall(lambda: look_up(endpoint.host, endpoint.port), name="ddpsafe-resolve")
     addresses: list[str] = []
     # A resolver whose server does not answer may hang for ever.
     if lookup.wait(Deadline.after(_RESOLVE).earlier(deadline).remaining_s()):

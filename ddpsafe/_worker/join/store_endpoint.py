@@ -190,8 +190,5 @@ def find_endpoint(world: World, env: Mapping[str, str]) -> StoreEndpoint:
     # RANK and WORLD_SIZE set by hand do not prove that all ranks are on this host.
     is_one_node = world.nnodes == 1 and world.started_by != "environment"
     return StoreEndpoint(
-        host=host,
-        port=port,
-        is_served=is_served,
-        is_on_this_host=is_one_node or host in _LOOPBACK,
+        host=host, port=port, is_served=is_served, is_on_this_host=is_one_node or host in _LOOPBACK
     )

@@ -96,8 +96,7 @@ def check_endpoint(subject: Subject) -> Iterator[Finding]:
             cause="a typo, a name that only other hosts know, or a service that does not "
             "exist yet.",
             fix=to_copy(
-                "Use its address instead of its name; this prints it on that host:",
-                "hostname -I",
+                "Use its address instead of its name; this prints it on that host:", "hostname -I"
             ),
         )
         return

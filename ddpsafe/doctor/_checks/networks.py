@@ -75,10 +75,7 @@ def check_interface_variables(subject: Subject) -> Iterator[Finding]:
             "DS-NET-001",
             f"{variable}: got {problem.given}: {problem.why}.",
             cause="names of interfaces differ between hosts; the value may come from another one.",
-            fix=to_copy(
-                f"Name one that this host has{or_option}:",
-                *_exports(subject, variable),
-            ),
+            fix=to_copy(f"Name one that this host has{or_option}:", *_exports(subject, variable)),
         )
     if not problems:
         chosen = [f"{name}={subject.env[name]}" for name in (GLOO, NCCL) if subject.env.get(name)]

@@ -114,10 +114,7 @@ class Listener:
             writer.close()
 
     async def _answer(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        task: asyncio.Task[None],
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
     ) -> None:
         # An endless line and an invalid call both raise ValueError.
         call = from_json(Call, json.loads(await reader.readline() or "null"))

@@ -94,13 +94,7 @@ ChainName = Annotated[str, Strict(), Field(pattern=r"^[A-Za-z0-9_./-]{1,128}$")]
 Plain = bool | int | float | Long | None
 
 Flaw = Literal[
-    "",
-    "absent-interface",
-    "loopback",
-    "link-local",
-    "unresolved",
-    "silent-resolver",
-    "not-running",
+    "", "absent-interface", "loopback", "link-local", "unresolved", "silent-resolver", "not-running"
 ]
 
 

@@ -42,10 +42,7 @@ def list_ports() -> dict[str, Port]:
         # The kernel writes a state as "4: ACTIVE".
         state, rate, layer = (_read(folder / name) for name in ("state", "rate", "link_layer"))
         ports[f"{device}:{number}"] = Port(
-            device=device,
-            state=state.rpartition(":")[2].strip(),
-            rate=rate,
-            layer=layer,
+            device=device, state=state.rpartition(":")[2].strip(), rate=rate, layer=layer
         )
     return ports
 

@@ -121,11 +121,7 @@ def _find_split(blocked: set[Way], opened: set[Way], nodes: set[int]) -> list[Gr
     return [Group(shape="split", nodes=tuple(sorted(smaller)), ways=tuple(sorted(across)))]
 
 
-_CODES: Final = {
-    "dropped": "DS-MESH-031",
-    "refused": "DS-MESH-032",
-    "no-route": "DS-MESH-033",
-}
+_CODES: Final = {"dropped": "DS-MESH-031", "refused": "DS-MESH-032", "no-route": "DS-MESH-033"}
 _IMMEDIATE_S: Final = 1.0  # a firewall answers "prohibited" within milliseconds
 _MOST_NAMED: Final = 8
 # A busy host resends a few packets although none was lost; a bad cable loses more.
