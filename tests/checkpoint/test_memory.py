@@ -72,13 +72,6 @@ def write(slots: NodeSlots, step: int, *, attempt: int = 1, length: int = 1000) 
     _save.write_files(slot, request, [b"first", b"second"], {}, {})
 
 
-def values_in(slots: NodeSlots, held: Held) -> torch.Tensor:
-    """Load what a state holds."""
-    loaded = torch.load(slots[held.slot].path(STATE), weights_only=True)
-    values: torch.Tensor = loaded["x"]
-    return values
-
-
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("save"), st.integers(1, 5_000_000)),
@@ -129,7 +122,8 @@ def test_the_newest_state_that_was_written_whole_is_found_after_any_kill(
             held, _ = slots_of(memory).newest()
             assert (held.step if held else None) == (whole[-1] if whole else None)
             if held is not None:
-                assert torch.all(values_in(slots, held) == held.step)
+                loaded = torch.load(slots[held.slot].path(STATE), weights_only=True)
+                assert torch.all(loaded["x"] == held.step)
     finally:
         memory.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import threading
@@ -67,13 +68,7 @@ def _resources() -> dict[str, int]:
         "native threads": process.num_threads(),
         "children": len(process.children()),
         "maps": len({region.path for region in process.memory_maps()}),
-        "exit functions": _count_exit_functions(),
+        "exit functions": atexit._ncallbacks(),  # type: ignore[attr-defined]  # no public name
         "directory": len(os.environ),
         "memory": process.memory_info().rss,
     }
-
-
-def _count_exit_functions() -> int:
-    import atexit
-
-    return atexit._ncallbacks()  # type: ignore[attr-defined]  # no public name

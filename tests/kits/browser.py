@@ -83,14 +83,9 @@ _CONTRAST: Final = """
 """Texts with less contrast than 3 : 1 to their background (WCAG's bound for large text)."""
 
 
-def find_browser() -> str | None:
-    """Return the command of a Chromium, or None if none is installed."""
-    return next((found for name in NAMES if (found := shutil.which(name))), None)
-
-
 def require_browser() -> str:
     """Return the command of a Chromium; without one, skip the test, or fail it where one is required."""
-    found = find_browser()
+    found = next((found for name in NAMES if (found := shutil.which(name))), None)
     if found is None:
         reason = "needs a browser: apt-get install chromium-headless-shell"
         if os.environ.get(REQUIRED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import multiprocessing
 import os
 import tempfile
@@ -153,14 +154,11 @@ def _sockets() -> Iterator[str]:
 
 def _listening(inodes: frozenset[str]) -> Iterator[str]:
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")] if inodes else []
-    for line in (line for table in tables if table.exists() for line in _rows(table)):
+    rows = [table.read_text().splitlines()[1:] for table in tables if table.exists()]
+    for line in itertools.chain(*rows):
         _, local, _, state, *rest = line.split()
         if state == _LISTEN and rest[5] in inodes:
             yield f"listening socket at port {int(local.rpartition(':')[2], 16)}"
-
-
-def _rows(table: Path) -> list[str]:
-    return table.read_text().splitlines()[1:]
 
 
 def _files() -> Iterator[Path]:

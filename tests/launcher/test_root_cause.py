@@ -1092,14 +1092,9 @@ ROWS: Final[list[Any]] = [
 ]  # fmt: skip
 
 
-def outcomes_of(row: Row) -> dict[int, RankOutcome]:
-    """Return the outcomes of a row's ranks."""
-    return {rank: outcome_of(rank, facts) for rank, facts in enumerate(row.ranks)}
-
-
 def require_conclusion(row: Row, folder: Path, *, is_script: bool = False) -> ddpsafe.LaunchError:
     """Fail unless the conclusion from a row's outcomes is the expected one."""
-    outcomes = outcomes_of(row)
+    outcomes = {rank: outcome_of(rank, facts) for rank, facts in enumerate(row.ranks)}
     ended = EndedAttempt(
         outcomes=outcomes,
         ending=Ending(reason=row.reason, waited_s=9.5),
@@ -1197,12 +1192,7 @@ def test_conclusions_do_not_depend_on_ddpsafes_texts(
         rows = [each for each in rows if "group" not in each.name]
     for each in rows:
         assert "LIKELY CAUSE" not in str(require_conclusion(each, tmp_path))
-    assert "LABEL 7" in str(conclude_first(rows, tmp_path))
-
-
-def conclude_first(rows: list[Row], folder: Path) -> ddpsafe.LaunchError:
-    """Return the error of the first row."""
-    return require_conclusion(rows[0], folder)
+    assert "LABEL 7" in str(require_conclusion(rows[0], tmp_path))
 
 
 def test_the_documented_table_of_rules_is_that_of_the_code() -> None:
