@@ -442,7 +442,7 @@ BUDGETS: Final = {
     "tests/config": (1_080, "the folder of the same name"),
     "tests/data": (5_470, "the folder of the same name"),
     "tests/docs": (1_060, "every line of the documentation that runs"),
-    "tests/doctor": (3_820, "the folder of the same name"),
+    "tests/doctor": (3_740, "the folder of the same name"),
     "tests/explain": (1_650, "160 known failures; 930 healthy lines are data"),
     "tests/faults": (5_860, "a file for each way to die: the specification"),
     "tests/frameworks": (480, "Lightning, Accelerate and others, installed"),

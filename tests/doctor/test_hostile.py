@@ -401,16 +401,20 @@ def test_service_on_loopback_is_not_dialled_for_another_host() -> None:
     assert not dialled.is_set()
 
 
-def test_nodes_with_different_secrets_are_reported() -> None:
+@pytest.mark.full(but=["ours-theirs", "same-same"])
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [("ours", "theirs"), ("ours", ""), ("", "theirs"), ("same", "same")]
+)
+def test_nodes_with_different_secrets_are_reported(ours: str, theirs: str) -> None:
     """A node without the secret does not join, and both sides report the reason."""
     endpoint = f"127.0.0.1:{free_port()}"
     others: list[Finding] = []
     findings, _ = beside(
-        lambda: examined(endpoint, 0, secret="ours"),
-        lambda: others.extend(examined(endpoint, 1, secret="theirs")[0]),
+        lambda: examined(endpoint, 0, secret=ours),
+        lambda: others.extend(examined(endpoint, 1, secret=theirs)[0]),
     )
-    assert "DS-MESH-015" in [finding.code for finding in findings]
-    assert [finding.code for finding in others] == ["DS-MESH-015"]
+    assert ("DS-MESH-015" in [finding.code for finding in findings]) is (ours != theirs)
+    assert ([finding.code for finding in others] == ["DS-MESH-015"]) is (ours != theirs)
 
 
 PLANTED: Final = "import os\nwith open(os.environ['MARK'], 'a') as file: file.write(__file__)\n"
