@@ -64,7 +64,7 @@ def test_a_signal_that_only_c_handles_is_told_apart() -> None:
         ("::ffff:10.0.0.1", False),
         ("10.0.0.1", False),
         ("localhost", True),
-        ("localhost.", True),
+        ("LOCALHOST.", True),
         ("ip6-localhost", True),
         ("gpu-01.localhost", True),
         ("gpu-01", False),

@@ -233,21 +233,6 @@ def test_changes_that_a_saved_step_does_not_include_are_reported(
         assert lost is None or f"These changes are lost: {lost}." in texts[0]
 
 
-def test_save_is_due_at_a_step_interval(tmp_path: Path) -> None:
-    """This also holds if steps advance by more than one, and after a restart in between."""
-    saved = []
-    for begin in (0, 13):
-        with Checkpointer(tmp_path, keep=None, every=10) as checkpointer:
-            checkpointer.restore({"x": 0})
-            for step in range(begin + 1, 60, 3):
-                if checkpointer.is_due(step):
-                    checkpointer.save({"x": step}, step)
-                    saved.append(step)
-                if begin == 0 and step > 12:
-                    break
-    assert saved == [10, 20, 32, 41, 50]
-
-
 @pytest.mark.parametrize("every", [10, timedelta(seconds=10)], ids=["steps", "time"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["", "asynchronous"])
 @pytest.mark.parametrize("fails", [False, True], ids=["", "fails"])

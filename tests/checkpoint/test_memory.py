@@ -579,16 +579,6 @@ def test_without_ddpsafes_launcher_one_warning_says_that_only_the_disk_is_used(
     assert due == [2, 4]
 
 
-def test_user_metadata_comes_back_from_memory(memory: NodeMemory) -> None:
-    """The record of whose state it is stays apart from it."""
-    slots = slots_of(memory)
-    write(slots, 5)
-    manifest = slots.read(0)[0]
-    assert manifest is not None
-    assert _slots.user_metadata(manifest) == {"note": 5}
-    assert manifest.metadata["costs"] == list(COSTS)
-
-
 def launch(folder: Path, plan: dict[str, Any], ranks: int = 2) -> dict[int, Any]:
     """Train in ranks that are started again when one is killed; return what each of them returned."""
     folder.mkdir()

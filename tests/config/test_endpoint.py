@@ -162,13 +162,6 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
     assert endpoint.port == 0 or 1024 <= endpoint.port <= 65535
 
 
-@pytest.mark.parametrize("host", ["localhost", "LOCALHOST.", "a.localhost", "127.9.9.9", "::1"])
-def test_loopback_is_recognised_by_its_text(host: str) -> None:
-    """No lookup is needed to know that a host is this machine."""
-    assert Endpoint(host=host, port=0).is_loopback
-    assert not Endpoint(host="gpu-01", port=0).is_loopback
-
-
 @pytest.mark.parametrize(
     ("variable", "value"),
     [

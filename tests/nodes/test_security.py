@@ -72,21 +72,6 @@ def _wait(channel: Channel, limit_s: float) -> None:
     wait([channel.fileno()], limit_s)
 
 
-def test_nodes_that_know_the_secret_can_talk(channel: Channel) -> None:
-    """In both directions and in order; the end of a connection is read after its messages."""
-    node = dial(channel.port)
-    node.send(LetRanksExit())
-    assert read_events(channel, 2) == [(1, HELLO), (1, LetRanksExit())]
-    channel.send(LetRanksExit(), to=1)
-    assert read_events(node, 1) == [(0, LetRanksExit())]
-    node.send(HELLO)
-    node.close()
-    (_, last), (_, lost) = read_events(channel, 2)
-    assert last == HELLO
-    assert isinstance(lost, Lost)
-    assert not lost.is_silent
-
-
 def test_a_sender_without_the_secret_is_refused(channel: Channel) -> None:
     """Node 0 reads nothing from it but who it says it is, and both ends know why it is refused."""
     with pytest.raises(RefusedError) as caught:
