@@ -451,7 +451,7 @@ BUDGETS: Final = {
     "tests/kits": (5_080, "what several tests use: machines, networks, launches"),
     "tests/launcher": (6_780, "the folder of the same name, with the table of root causes"),
     "tests/nccl_on_cpu": (1_320, "torch's NCCL code without a GPU"),
-    "tests/nodes": (5_890, "several launchers: joins, losses, networks that break"),
+    "tests/nodes": (5_810, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_420, "hosts, network and clocks of jobs in virtual time"),
     "tests/programs": (8_790, "what runs in ranks"),
     "tests/slurm": (380, "a Slurm of this machine alone"),

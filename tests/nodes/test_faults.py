@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, Final
 
@@ -176,45 +174,6 @@ def test_the_endpoint_may_be_an_ipv6_address_in_brackets(network: Network, tmp_p
     assert [node["healthy"]["values"] for node in nodes] == [{"0": 0}, {"1": 1}]
 
 
-@pytest.mark.full
-def test_the_status_of_node_0_shows_the_ranks_of_all_nodes(
-    network: Network, tmp_path: Path
-) -> None:
-    """Each with its place and whether it is stopped; a process is known only on its own host."""
-    case = Case(name="long", what="long", fields={"timeouts": {"collective": 60, "grace": 3}})
-    launchers = start_job(network, [case], tmp_path, nproc=(1, 1))
-    command = [sys.executable, "-m", "ddpsafe", "status", str(tmp_path / "run-long-0"), "--json"]
-    ranks: list[dict[str, Any]] = []
-
-    def are_at_work() -> bool:
-        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        ranks[:] = json.loads(said)["launches"][0].get("ranks", [])
-        # A rank that looks for the test's file is in a function of the library for a moment.
-        return len(ranks) == 2 and all("node_programs.py" in each["where"] for each in ranks)
-
-    try:
-        wait_until(are_at_work, otherwise=lambda: f"{ranks} {launchers[0].err[-1500:]}")
-        assert [each["rank"] for each in ranks] == [0, 1]
-        assert ranks[0]["pid"]
-        assert ranks[1]["pid"] is None
-        assert ranks[0]["hostname"] != ranks[1]["hostname"]
-        for node in (0, 1):
-            pid = (tmp_path / f"running-long-1-{node}").read_text()
-            network[node].shell(f"kill -STOP {pid}")
-
-            def is_shown_as_stopped(node: int = node) -> bool:
-                are_at_work()
-                return len(ranks) == 2 and ranks[node]["state"] == "stopped"
-
-            try:
-                wait_until(is_shown_as_stopped, otherwise=lambda: f"{ranks}")
-            finally:
-                network[node].shell(f"kill -CONT {pid}")
-    finally:
-        for launcher in launchers:
-            launcher.kill()
-
-
 DEFAULTS: Final[dict[str, Any]] = {"timeouts": {"grace": 3}}
 """No timeout of collectives, so that only a proof ends a hang."""
 
@@ -313,7 +272,7 @@ def status_in_the_script(run_dir: Path, *, stacks: bool) -> dict[str, Any]:
 
 
 def test_the_status_on_any_node_shows_the_ranks_of_all(network: Network, tmp_path: Path) -> None:
-    """Each with its host and line; processes have a pid on their own host only."""
+    """Each with its host, line and state; processes have a pid on their own host only."""
     case = Case(name="job", what="held", fields={"nnodes": 2})
     launchers = start_job(network, [case], tmp_path, nproc=(2, 1))
     await_ranks(tmp_path, "job-1", 3, launchers)
@@ -328,6 +287,11 @@ def test_the_status_on_any_node_shows_the_ranks_of_all(network: Network, tmp_pat
             known = {each["rank"] for each in facts["ranks"] if each["pid"] is not None}
             assert known == own
             assert [bool(each["threads"]) for each in facts["ranks"]] == [stacks] * 3
+    stopped = (tmp_path / "running-job-1-2").read_text()
+    network[1].shell(f"kill -STOP {stopped}")
+    (socket,) = tmp_path.glob("run-job-0/**/status.sock")
+    wait_until(lambda: ask(socket.parent)["ranks"][2]["state"] == "stopped")
+    network[1].shell(f"kill -CONT {stopped}")
     (tmp_path / "release-job").touch()
     finish_job(network, [case], launchers)
 

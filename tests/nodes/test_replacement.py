@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ from typing import Any, Final
 
 import pytest
 import scripts
-from forked_ranks import free_port
 from hosts import Network
 from machine import require_in_time
 from nodes_kit import (
@@ -400,46 +397,6 @@ def test_ten_failed_attempts_are_followed_by_a_successful_one(
         assert results["kills"]["values"] == {str(node): node}
         assert results["kills"]["attempts"] == good
     assert len(list(tmp_path.glob("fault-kills-*"))) == good
-
-
-HANDLE: Final = """
-import socket, sys, time
-from pathlib import Path
-import ddpsafe
-
-def wait_for(index, path):
-    import torch.distributed as dist
-    dist.init_process_group("gloo")
-    while not Path(path).exists():
-        time.sleep(0.02)
-    dist.barrier()
-
-if __name__ == "__main__":
-    path, port = sys.argv[1:]
-    endpoint = f"{socket.gethostname()}:{port}"
-    handle = ddpsafe.spawn(
-        wait_for, args=(path,), join=False, nnodes=2, rendezvous={"endpoint": endpoint, "id": "one host"}
-    )
-    print(len(handle.pids()), len(handle.processes))
-    Path(path).touch()
-    while not handle.join():
-        pass
-"""
-
-
-@pytest.mark.full
-def test_spawn_without_join_returns_once_the_ranks_have_started(tmp_path: Path) -> None:
-    """Two launchers on one host stand for two nodes; their ranks end once a launcher has its handle."""
-    (tmp_path / "script.py").write_text(HANDLE)
-    command = [sys.executable, "script.py", str(tmp_path / "go on"), str(free_port())]
-    environment = {**os.environ, "DDPSAFE_JOB_SECRET": "0123456789abcdef"}
-    launchers = [
-        subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    printed = [launcher.communicate(timeout=scripts.LIMIT_S)[0] for launcher in launchers]
-    assert [launcher.returncode for launcher in launchers] == [0, 0]
-    assert printed == ["1 1\n", "1 1\n"]
 
 
 # A node is taken back, and the others go on without it.
