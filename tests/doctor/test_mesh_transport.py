@@ -47,7 +47,7 @@ async def opened() -> tuple[Server, int]:
 
 
 def test_a_node_that_leaves_may_join_again_before_the_roster() -> None:
-    """Its doctor was restarted: nothing waits for the first one, and the next one is told all."""
+    """Its doctor was restarted: nothing waits for the first one, and the next one receives everything."""
 
     async def talk() -> None:
         coordinator, port = await opened()
