@@ -389,7 +389,7 @@ def _build(
         init(config, **{name: value for name, value in given.items() if name not in underscored})
     except ValidationError as error:
         problems += problems_of(error, model, source=source)
-    problems += slipped_variables(model.model_fields)
+    problems += slipped_variables(model)
     problems += implicit_file_problems(file)
     if problems:
         raise_config_error(*problems)

@@ -11,11 +11,17 @@ import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn, get_origin
 
 from pydantic_settings import EnvSettingsSource
 
-from ddpsafe._config.problems import find_near, raise_config_error, show, show_at
+from ddpsafe._config.problems import (
+    find_near,
+    raise_config_error,
+    show,
+    show_at,
+    suggest_name_elsewhere,
+)
 from ddpsafe._errors import ConfigProblem
 from ddpsafe._host import is_owner_trusted, others_may_write
 from ddpsafe._logging import get_logger
@@ -28,6 +34,7 @@ else:
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
+    from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
 PREFIX: Final = "DDPSAFE_"
@@ -99,27 +106,52 @@ def find_variable(location: Iterable[int | str]) -> str | None:
     return None
 
 
-def slipped_variables(fields: Iterable[str]) -> Iterator[ConfigProblem]:
-    """Yield a problem for every ``DDPSAFE_*`` variable that looks like a misspelt field.
+def slipped_variables(model: type[BaseModel]) -> Iterator[ConfigProblem]:
+    """Yield a problem for every ``DDPSAFE_*`` variable that looks like a misspelt field of a config.
 
     Other unknown variables may belong to another version or to a tool of the user.
     """
-    known = list(fields)
     for name, text in sorted(os.environ.items()):
         # Comparing each variable of the environment took 50 ms for a launch with 36 of them.
         if not name.upper().startswith(PREFIX):
             continue
-        field, *rest = name.upper().removeprefix(PREFIX).lower().split(DELIMITER)
-        near = find_near(field, known, cutoff=0.8)  # takes half a millisecond
-        if near is not None and field not in known:
+        word = name[len(PREFIX) :]
+        # pydantic checks what is in a field; Kubernetes sets DDPSAFE_PORT for a service of that name.
+        is_field = word.lower().split(DELIMITER)[0] in model.model_fields
+        if is_field or text.startswith(("tcp://", "udp://")):
+            continue
+        value = int(text) if text.isdecimal() else text
+        elsewhere = suggest_name_elsewhere(word, value, model)
+        path = "" if elsewhere else _meant_path(word, model)
+        if path or elsewhere:
             yield ConfigProblem(
-                field=field,
-                given=show_at([near, *rest], text),
+                field=word.lower(),
+                given=show_at((path or word).split(DELIMITER), text),
                 source=name,
                 why="there is no such field",
-                write=DELIMITER.join([PREFIX + near.upper(), *name.split(DELIMITER)[1:]]),
+                write=elsewhere or PREFIX + path,
                 is_guess=True,
             )
+
+
+def _meant_path(word: str, model: type[BaseModel]) -> str:
+    """Return the variable, without its prefix, that another one probably means; empty if there is none."""
+    fields = {name: field.annotation for name, field in model.model_fields.items()}
+    keys = {name: list(getattr(kind, "model_fields", ())) for name, kind in fields.items()}
+    bare = word.lstrip("_")
+    for name, kind in fields.items():
+        # One underscore instead of two. A table, such as `env`, has any key.
+        if bare.lower().startswith(f"{name}_") and (keys[name] or get_origin(kind) is dict):
+            key = bare[len(name) :].lstrip("_")
+            near = find_near(key, keys[name], cutoff=0.8)
+            return DELIMITER.join([name.upper(), near.upper() if near else key])
+    paths = [*fields, *(name + DELIMITER + key for name in keys for key in keys[name])]
+    head, *rest = word.split(DELIMITER)
+    for begin, choices, end in ((word, paths, []), (head, list(fields), rest)):
+        near = find_near(begin, choices, cutoff=0.8)  # takes half a millisecond
+        if near is not None:
+            return DELIMITER.join([near.upper(), *end])
+    return ""
 
 
 def read_config_file(path: object = None) -> ConfigFile | None:

@@ -269,13 +269,42 @@ def test_secrets_are_not_shown_in_problems(
     assert "hunter2" not in str(refused.value)
 
 
-def test_misspelt_environment_variable_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables of other programs are left alone."""
-    monkeypatch.setenv("DDPSAFE_TIMEOUT__GRACE", "3")
-    monkeypatch.setenv("DDPSAFE_SOMETHING_ELSE", "3")
-    with pytest.raises(ConfigError, match="mean DDPSAFE_TIMEOUTS__GRACE") as caught:
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("DDPSAFE_TIMEOUT__GRACE", "DDPSAFE_TIMEOUTS__GRACE"),
+        ("DDPSAFE_TIMEOUTS_GRACE", "DDPSAFE_TIMEOUTS__GRACE"),
+        ("ddpsafe_timeouts_grace", "DDPSAFE_TIMEOUTS__GRACE"),
+        ("DDPSAFE_TIMEOUT_GRACE", "DDPSAFE_TIMEOUTS__GRACE"),
+        ("DDPSAFE_TIMEOUTS_GRAC", "DDPSAFE_TIMEOUTS__GRACE"),
+        ("DDPSAFE_TIMEOUTS_COLLECTIVE", "DDPSAFE_TIMEOUTS__COLLECTIVE"),
+        ("DDPSAFE_RETRY_ATTEMPTS", "DDPSAFE_RETRY__ATTEMPTS"),
+        ("DDPSAFE_RENDEZVOUS_MIN_NODES", "DDPSAFE_RENDEZVOUS__MIN_NODES"),
+        ("DDPSAFE_ENV_NCCL_DEBUG", "DDPSAFE_ENV__NCCL_DEBUG"),
+        ("DDPSAFE_DATA_PATHS_train", "DDPSAFE_DATA_PATHS__train"),
+        ("DDPSAFE_DATA_PATHS_TRAIN__PATH", "DDPSAFE_DATA_PATHS__TRAIN__PATH"),
+        ("DDPSAFE__SEED", "DDPSAFE_SEED"),
+        ("DDPSAFE_SEEDS", "DDPSAFE_SEED"),
+        ("DDPSAFE_NPROCS", "nproc_per_node=3"),
+        ("DDPSAFE_WORLD_SIZE", "nproc_per_node=3"),
+        ("DDPSAFE_MAX_RESTARTS", 'retry={"attempts": 4} (the first attempt counts)'),
+        ("DDPSAFE_RUN_DIRECTORY", "run_dir=3"),
+        ("DDPSAFE_TIMEOUT", 'timeouts={"collective": 3}'),
+    ],
+)
+def test_misspelt_environment_variable_is_reported(
+    variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of other programs, and those that ddpsafe sets itself, are left alone."""
+    monkeypatch.setenv(variable, "3")
+    for other in ("SOMETHING_ELSE", "LAUNCH_ID", "JOB_SECRET", "SERVICE_HOST", "PORT_80_TCP_PORT"):
+        monkeypatch.setenv(f"DDPSAFE_{other}", "3")
+    monkeypatch.setenv("DDPSAFE_PORT", "tcp://10.0.0.1:80")  # Kubernetes, for a service "ddpsafe"
+    with pytest.raises(ConfigError) as caught:
         LaunchConfig()
-    assert len(caught.value.problems) == 1
+    assert [(problem.source, problem.write) for problem in caught.value.problems] == [
+        (variable, meant)
+    ]
 
 
 def test_variables_of_ranks_keep_their_case(monkeypatch: pytest.MonkeyPatch) -> None:
