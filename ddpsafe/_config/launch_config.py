@@ -44,8 +44,8 @@ from ddpsafe._config.sources import (
     PREFIX,
     ConfigFile,
     EnvironmentSource,
+    file_problems,
     find_variable,
-    implicit_file_problems,
     read_config_file,
     slipped_variables,
 )
@@ -390,7 +390,7 @@ def _build(
     except ValidationError as error:
         problems += problems_of(error, model, source=source)
     problems += slipped_variables(model)
-    problems += implicit_file_problems(file)
+    problems += file_problems(file, model)
     if problems:
         raise_config_error(*problems)
 

@@ -58,11 +58,13 @@ class ConfigFile:
 
     Attributes:
         is_implicit: Whether it was found in the current directory, not named.
+        outside: The values beside the table ``[tool.ddpsafe]``, which are not read.
     """
 
     path: Path
     table: dict[str, Any]
     is_implicit: bool
+    outside: dict[str, Any]
 
 
 class EnvironmentSource(EnvSettingsSource):
@@ -162,10 +164,11 @@ def read_config_file(path: object = None) -> ConfigFile | None:
             default the pyproject.toml of the current directory, if it can be trusted.
 
     Returns:
-        The file; its table is empty if a ``[tool]`` table has none for ddpsafe.
+        The file; its table is empty if a pyproject.toml has none for ddpsafe.
 
     Raises:
-        ConfigError: The file cannot be read, is not TOML, or ``tool.ddpsafe`` is not a table.
+        ConfigError: The file cannot be read, is not TOML, has nothing for ddpsafe, or ``tool.ddpsafe``
+            is not a table.
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         _refuse_file(path, f"expected a path, got a {type(path).__name__}")
@@ -173,8 +176,9 @@ def read_config_file(path: object = None) -> ConfigFile | None:
     if file is None:
         return None
     # What `ddpsafe explain` reads beside a launch's fields; see `read_explain_rules`.
-    fields = {name: value for name, value in _table_of(file).items() if name != _EXPLAIN}
-    return ConfigFile(path=file, table=fields, is_implicit=path is None)
+    table, outside = _read_tables(file)
+    table.pop(_EXPLAIN, None)
+    return ConfigFile(path=file, table=table, is_implicit=path is None, outside=outside)
 
 
 def read_explain_rules() -> list[Path]:
@@ -184,7 +188,7 @@ def read_explain_rules() -> list[Path]:
         ConfigError: The table has something else.
     """
     file = find_file()
-    explain: Any = {} if file is None else _table_of(file).get(_EXPLAIN, {})
+    explain: Any = {} if file is None else _read_tables(file)[0].get(_EXPLAIN, {})
     is_known = isinstance(explain, dict) and set(explain) <= {"rules"}
     rules: Any = explain.get("rules", []) if is_known else None
     if not isinstance(rules, list) or not all(isinstance(name, str) for name in rules):
@@ -236,12 +240,20 @@ def _doubt_of(path: Path) -> str | None:
     return f"other users may write to the {kind}" if others_may_write(status) else None
 
 
-def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
-    """Yield a problem for each variable in `env` that an implicit file must not set."""
-    env = None if file is None or not file.is_implicit else file.table.get("env")
-    if file is None or not isinstance(env, dict):
+def file_problems(file: ConfigFile | None, model: type[BaseModel]) -> Iterator[ConfigProblem]:
+    """Yield a problem for each field outside of ddpsafe's table, and each variable that an implicit file must not set."""
+    if file is None:
         return
-    for name, text in env.items():
+    for name in filter(model.model_fields.__contains__, file.outside):
+        yield ConfigProblem(
+            field=name,
+            given=show_at([name], file.outside[name]),
+            source=str(file.path),
+            why="it is not read, as it stands outside of the table [tool.ddpsafe] of the file",
+            write=f"{name} below the line [tool.ddpsafe]",
+        )
+    env = file.table.get("env") if file.is_implicit else None
+    for name, text in env.items() if isinstance(env, dict) else ():
         # `cd /tmp && ddpsafe doctor` must not load the LD_PRELOAD of whoever wrote the file there.
         if _RUNS_CODE.fullmatch(name):
             yield ConfigProblem(
@@ -255,15 +267,18 @@ def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
             )
 
 
-def _table_of(file: Path) -> dict[str, Any]:
-    """Return the table of ddpsafe in a file: ``[tool.ddpsafe]``, or the whole file if it has no tools."""
-    table: Any = _load(file)
-    for key in ("tool", "ddpsafe") if "tool" in table or file.name == "pyproject.toml" else ():
-        table = table.get(key, {})
-        if not isinstance(table, dict):
-            _refuse_file(file, f"'{key}' is a {type(table).__name__}, not a table")
-    ddpsafe: dict[str, Any] = table
-    return ddpsafe
+def _read_tables(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the table of ddpsafe in a file, ``[tool.ddpsafe]`` or the top level, and what is outside of it."""
+    top = _load(file)
+    tools = top.pop("tool", {})
+    own = tools.get("ddpsafe") if isinstance(tools, dict) else tools
+    if own is not None and not isinstance(own, dict):
+        _refuse_file(file, f"'tool.ddpsafe' is a {type(own).__name__}, not a table")
+    if file.name == "pyproject.toml":  # its top level is that of other tools
+        return own or {}, {}
+    if own is None and not top:
+        _refuse_file(file, "it has no table [tool.ddpsafe], and no fields at its top level")
+    return (top, {}) if own is None else (own, top)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -218,7 +218,15 @@ def test_argument_beats_environment_beats_file_beats_default(
     assert [t.total_seconds() for t in (waits.grace, waits.barrier, waits.finish)] == [3, 60, 7]
 
 
-@pytest.mark.parametrize("text", ["seed = 4\n", "[tool.ddpsafe]\nseed = 4\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed = 4\n",
+        "[tool.ddpsafe]\nseed = 4\n",
+        "seed = 4\n[tool.black]\nx = 1\n",
+        "[tool.ddpsafe]\nseed = 4\n[model]\nlayers = 2\n",
+    ],
+)
 def test_toml_file_is_read_from_its_top_level_or_from_its_table(tmp_path: Path, text: str) -> None:
     """Both kinds of file work, and arguments still override them."""
     path = tmp_path / "run.toml"
@@ -235,6 +243,31 @@ def test_broken_toml_file_is_a_config_error(tmp_path: Path, text: bytes) -> None
     path.write_bytes(text)
     with pytest.raises(ConfigError, match=r"Write |Did you mean"):
         LaunchConfig.from_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "field", "why"),
+    [
+        ("", "the configuration file", "no fields at its top level"),
+        ("[tool.ddp-safe]\nseed = 4\n", "the configuration file", "no table"),
+        ("tool = 3\n", "the configuration file", "is a int, not a table"),
+        ("seed = 4\n[tool.ddpsafe]\nnnodes = 1\n", "seed", "outside of the table"),
+        ("seed = 4\n[tool.ddpsafe]\n", "seed", "outside of the table"),
+        ("[env]\nA = '1'\n[tool.ddpsafe]\n", "env", "outside of the table"),
+    ],
+)
+def test_what_a_named_file_says_is_never_dropped(
+    tmp_path: Path, text: str, field: str, why: str
+) -> None:
+    """A file in which nothing is for ddpsafe, or whose fields are beside its table, is a problem."""
+    path = tmp_path / "run.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        LaunchConfig.from_toml(path)
+    (problem,) = caught.value.problems
+    assert (problem.field, why in problem.why) == (field, True)
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert LaunchConfig.from_toml("pyproject.toml") == LaunchConfig()
 
 
 def test_wrong_environment_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
