@@ -51,7 +51,7 @@ def _list(options: Namespace) -> int:
     rows: list[dict[str, Any]] = []
     for step, folder in _require_some(options.directory):
         try:
-            rows.append(asdict(read_info(folder)) | {"damage": None})
+            rows.append(asdict(read_info(folder)) | {"damage": _damage_by_size(folder)})
         except RestoreError as error:  # noqa: PERF203 - a damaged checkpoint is listed as damaged
             rows.append({"step": step, "damage": error.explanation.what})
     if options.json:
@@ -89,7 +89,7 @@ def _require_some(place: str, step: int | None = None) -> list[tuple[int | None,
 
 
 def _row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
-    if checkpoint["damage"] is not None:
+    if "saved_at" not in checkpoint:  # its manifest cannot be read
         return (str(checkpoint["step"]), *[""] * 6, checkpoint["damage"])
     metrics = ", ".join(f"{name}={value}" for name, value in checkpoint["metrics"].items())
     return (
@@ -100,8 +100,22 @@ def _row(checkpoint: dict[str, Any]) -> tuple[str, ...]:
         ", ".join(checkpoint["names"]),
         metrics,
         json.dumps(checkpoint["metadata"]) if checkpoint["metadata"] else "",
-        "",
+        checkpoint["damage"] or "",
     )
+
+
+def _damage_by_size(folder: Path) -> str | None:
+    """Return which file is missing or has another size, if one does; reads only the manifest."""
+    try:
+        manifest = read_manifest(folder)
+        for name in manifest.files:
+            with manifest.open(folder, name):
+                pass
+    except DamagedFileError as exc:
+        return str(exc)
+    except OSError:  # this process cannot read it, but it may be undamaged
+        return None
+    return None
 
 
 def _verify(options: Namespace) -> int:

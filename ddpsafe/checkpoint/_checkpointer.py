@@ -667,6 +667,7 @@ def import_file(
     Raises:
         ConfigError: The file is missing, or holds something else; or `rename` has a name
             that is not in the file, or gives two states the same name.
+        StepOrderError: The directory has a checkpoint of this step or a later one.
         SaveError: The checkpoint could not be written.
     """
     step = _require_step(step, "import_file")
@@ -699,7 +700,18 @@ def import_file(
     # keep=None: an import removes no other checkpoint.
     with Checkpointer(directory, keep=None) as checkpointer:
         imported = {"imported_from": source}
-        checkpointer._begin(snapshot, step, None, imported, asynchronous=False)  # noqa: SLF001 - the same module
+        try:
+            checkpointer._begin(snapshot, step, None, imported, asynchronous=False)  # noqa: SLF001 - the same module
+        except StepOrderError as exc:
+            raise StepOrderError(
+                Explanation(
+                    exc.explanation.what,
+                    cause="an import becomes the newest checkpoint, which a training continues from.",
+                    fix=f"import it as a step after {exc.newest}, or into an empty directory.",
+                ),
+                step=step,
+                newest=exc.newest,
+            ) from None
         checkpointer._finish()  # noqa: SLF001 - the same module
         return checkpointer.info(step)
 
@@ -918,7 +930,7 @@ def _require_step(step: object, call: str) -> int:
             f"{call}(step={step!r}).",
             "a step is an integer from 0 to 10**18 - 1.",
             "pass the number of steps done so far."
-            if call in ("save", "is_due")
+            if call in ("save", "is_due", "import_file")
             else "pass a number that restore() or steps() returned.",
         )
     return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -55,6 +56,42 @@ def test_checkpoints_are_listed_newest_first(
     assert first[titles.index("metrics") :].startswith("loss=0.5")
     assert re.fullmatch(r"\d\.\d kB", second[titles.index("size") :][:6])
     assert "\x1b" not in out
+
+
+def test_files_that_are_missing_or_cut_off_are_listed_as_damage(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sizes in the manifest tell it without reading the files; the other columns remain."""
+    (directory / "step-000000000002" / "ranks.bin").unlink()
+    os.truncate(directory / "step-000000000001" / "state.pt", 10)
+    code, out, _ = run(capsys, "ls", str(directory), "--json")
+    second, first = json.loads(out)
+    assert (code, second["damage"], second["world_size"]) == (0, "ranks.bin is missing", 1)
+    assert first["damage"].startswith("state.pt is truncated: 10 of ")
+    titles, *rows = run(capsys, "ls", str(directory))[1].splitlines()
+    damage = [row[titles.index("damage") :] for row in rows]
+    assert damage == [second["damage"], first["damage"]]
+    assert "loss=0.5" in rows[1]
+
+
+@pytest.mark.parametrize(
+    ("step", "advice"),
+    [
+        ("1", "import it as a step after 2, or into an empty directory"),
+        ("-1", "pass the number of steps done so far"),
+    ],
+)
+def test_step_that_cannot_be_imported_is_refused_in_terms_of_the_import(
+    directory: Path, capsys: pytest.CaptureFixture[str], step: str, advice: str
+) -> None:
+    """Nothing is said of calls that the command does not make."""
+    torch.save({"weight": torch.ones(2)}, directory / "w.pt")
+    code, out, err = run(
+        capsys, "import", str(directory / "w.pt"), str(directory), f"--step={step}"
+    )
+    assert (code, out) == (2, "")
+    assert advice in err
+    assert "restore()" not in err
 
 
 def test_verify_finds_damage_and_exits_with_1(
