@@ -141,7 +141,7 @@ class LaunchConfig(BaseSettings):
     rendezvous: Rendezvous = Field(
         default=Rendezvous(),
         description="Where the nodes connect, required with more than one, and through which interface.",
-        examples=['{"interface": "eth0"}'],
+        examples=['{"endpoint": "gpu-01:29400"}', '{"interface": "eth0"}'],
     )
     backend: Annotated[str, BeforeValidator(validate_backend)] = Field(
         default="auto",

@@ -63,6 +63,8 @@ def test_all_problems_are_reported_at_once() -> None:
     }  # fmt: skip
     assert all("Write " in text or "Did you mean" in text for text in found.values())
     assert "got 0" in found["nproc_per_node"]
+    (text,) = problems_of(nnodes=2, rendezvous="gpu-01:29400").values()
+    assert 'Write rendezvous={"endpoint": "gpu-01:29400"} or ' in text
 
 
 def test_config_error_is_a_value_error_and_pickles() -> None:
