@@ -10,19 +10,21 @@ import io
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from ddpsafe._garbage import exempt_from_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 HEALTHY, UNHEALTHY, USAGE = 0, 1, 2
 """Exit codes of ``ddpsafe doctor``: nothing will break a job, something will, wrong usage."""
 
 NOBODY_READS: Final = 128 + 13
 """Exit code if the output's reader has exited, as in ``ddpsafe config | head -1``: as by SIGPIPE."""
+
+_OUTPUT: Final = "<output>"
 
 _COMMANDS: Final = {
     "doctor": "examine",
@@ -181,7 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return command(options)
         finally:
             if sys.stdout is not None:  # None if the process was started with it closed
-                sys.stdout.flush()
+                with _naming_output():
+                    sys.stdout.flush()
             if arguments is None:
                 gc.freeze()  # the interpreter ends: spare it a collection of all modules
     except BrokenPipeError:
@@ -189,17 +192,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         except BrokenPipeError:
-            # Python flushes once more at exit, and would print an error about the broken pipe.
-            devnull = os.open(os.devnull, os.O_WRONLY)
-            for output in (sys.stdout, sys.stderr):
-                os.dup2(devnull, output.fileno())
-            os.close(devnull)
+            _discard_outputs()
         return NOBODY_READS
+    except OSError as error:
+        if error.filename != _OUTPUT:
+            raise
+        with suppress(OSError):
+            complain(f"ddpsafe: the output cannot be written: {error.strerror}")
+        _discard_outputs()
+        return USAGE
     except KeyboardInterrupt:
         # Die by the signal, without a traceback, so that a shell's loop around it ends, too.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.raise_signal(signal.SIGINT)
         return 128 + signal.SIGINT
+
+
+@contextmanager
+def _naming_output() -> Iterator[None]:
+    """Name the output in an error, so that `main` knows it from errors about other files."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = _OUTPUT
+        raise
+
+
+def _discard_outputs() -> None:
+    """Discard what could not be written: Python would flush it at exit, and print an error about it."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    for output in (sys.stdout, sys.stderr):
+        os.dup2(devnull, output.fileno())
+    os.close(devnull)
 
 
 def find_command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -419,9 +443,16 @@ def _add_both(parser: argparse._ActionsContainer, names: str, **how: Any) -> Non
 
 def say(text: str) -> None:
     """Print a result to standard output."""
-    print(text)
+    with _naming_output():
+        print(text)
+
+
+def on_terminal() -> bool:
+    """Return whether results are printed to a terminal."""
+    return sys.stdout is not None and sys.stdout.isatty()  # None: it is closed
 
 
 def complain(text: str) -> None:
     """Print an error or a note to standard error."""
-    print(text, file=sys.stderr)
+    with _naming_output():
+        print(text, file=sys.stderr)

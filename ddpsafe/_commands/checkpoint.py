@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +22,7 @@ from ddpsafe.checkpoint._format import read_manifest
 from ddpsafe.checkpoint._restore import load_checkpoint, missing_step
 from ddpsafe.checkpoint._trees import leaves
 from ddpsafe.checkpoint.errors import CheckpointError, CorruptCheckpointError, RestoreError
-from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, on_terminal, say
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -258,7 +257,7 @@ def _show(titles: Sequence[str], rows: Any) -> None:
         [titles[number] for number in used],
         *([row[number] for number in used] for row in cells),
     ]
-    if not sys.stdout.isatty():
+    if not on_terminal():
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         for row in table if cells else ():
             padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,7 @@ from ddpsafe._config.durations import show_duration
 from ddpsafe._config.sources import find_variable, read_config_file
 from ddpsafe._errors import ConfigError
 from ddpsafe._secrets import Mask, hide_value
-from ddpsafe.cli import HEALTHY, USAGE, complain, say
+from ddpsafe.cli import HEALTHY, USAGE, complain, on_terminal, say
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -82,7 +81,7 @@ def _in_file(location: tuple[str, ...], file: ConfigFile | None) -> str | None:
 
 
 def _show(rows: list[Row]) -> None:
-    if not sys.stdout.isatty():
+    if not on_terminal():
         width = max(len(name) for name, _, _ in rows)
         for name, value, source in rows:
             say(f"{name:{width}}  {value}  ({source})")

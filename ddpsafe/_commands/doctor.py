@@ -23,7 +23,7 @@ from ddpsafe._errors import ConfigError, DDPSafeError, Explanation
 from ddpsafe._job.secret import find_job_secret
 from ddpsafe._text import printable
 from ddpsafe._world import find_world
-from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, say
+from ddpsafe.cli import HEALTHY, UNHEALTHY, USAGE, complain, on_terminal, say
 from ddpsafe.doctor._findings import AreaStep, find_pages
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda _: None
         return
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         # In a log, only steps that take long are worth a line.
         yield lambda line: None if isinstance(line, AreaStep) else complain(printable(line))
         return
@@ -178,8 +178,8 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
 def show_report(report: Report, *, verbose: bool) -> None:
     """Print a report; passed checks only if `verbose`."""
     findings = [finding for finding in report.findings if verbose or finding.severity != "ok"]
-    on_terminal = sys.stdout.isatty()
-    if on_terminal:
+    is_terminal = on_terminal()
+    if is_terminal:
         table = Table(show_edge=False, pad_edge=False, expand=False)
         table.add_column("result", no_wrap=True)
         table.add_column("code", no_wrap=True)
@@ -212,9 +212,9 @@ def show_report(report: Report, *, verbose: bool) -> None:
             say(f"  … and {len(lines) - _MAX_MATRIX_LINES} more")
     for number, finding in enumerate(findings):
         if finding.severity != "ok":
-            if number or on_terminal or report.matrix is not None:
+            if number or is_terminal or report.matrix is not None:
                 say("")
-            severity = "" if on_terminal else f"{finding.severity} "
+            severity = "" if is_terminal else f"{finding.severity} "
             say(severity + finding.as_text())  # not through rich, which wraps commands to copy
     if findings:
         say("")

@@ -19,8 +19,9 @@ def write_report_page(options: argparse.Namespace) -> int:
         complain(f"ddpsafe report: {folder} is not a run directory: it has no attempt-1")
         return USAGE
     try:
-        say(str(write_page(folder, options.html and Path(options.html))))
+        page = write_page(folder, options.html and Path(options.html))
     except OSError as error:
         complain(f"ddpsafe report: cannot write to {options.html or folder}: {error.strerror}")
         return USAGE
+    say(str(page))
     return HEALTHY

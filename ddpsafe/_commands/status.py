@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import sys
 import time
 from dataclasses import asdict
 from operator import itemgetter
@@ -20,7 +19,7 @@ from ddpsafe import _gpus
 from ddpsafe._commands import openmetrics
 from ddpsafe._launcher.watch.status_socket import ask
 from ddpsafe._text import printable, wrapped
-from ddpsafe.cli import HEALTHY, UNHEALTHY, say
+from ddpsafe.cli import HEALTHY, UNHEALTHY, on_terminal, say
 
 if TYPE_CHECKING:
     import argparse
@@ -52,7 +51,7 @@ def show_status(options: argparse.Namespace) -> int:
             else:
                 text = "\n\n".join("\n".join(_lines(launch)) for launch in launches)
                 text = text or "no launch of this user runs on this host"
-                say(f"{_CLEAR}{text}" if options.watch and sys.stdout.isatty() else text)
+                say(f"{_CLEAR}{text}" if options.watch and on_terminal() else text)
             is_running = any(launch["state"] == "running" for launch in launches)
             code = HEALTHY if is_running else UNHEALTHY
             if not options.watch or code != HEALTHY:

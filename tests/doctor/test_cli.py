@@ -81,6 +81,38 @@ def test_a_reader_that_closed_the_pipe_causes_no_traceback(
     assert (ending.returncode, ending.stderr or b"") == (cli.NOBODY_READS, b"")
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("redirected", "code", "told"),
+    [
+        (
+            "config > /dev/full",
+            2,
+            "ddpsafe: the output cannot be written: No space left on device\n",
+        ),
+        ("config --json > /dev/full 2>&1", 2, ""),
+        ("no-such-command 2> /dev/full", 2, ""),
+        ("config >&-", 0, ""),
+    ],
+)
+def test_an_output_that_cannot_be_written_is_told_in_one_line(
+    redirected: str, code: int, told: str, unbuffered: str, tmp_path: Path
+) -> None:
+    """The exit code is that of wrong usage, whenever Python notices it; a closed output is not wanted."""
+    ending = subprocess.run(
+        f"exec {sys.executable} -m ddpsafe {redirected}",
+        shell=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        capture_output=True,
+        text=True,
+        timeout=scripts.LIMIT_S,
+        check=False,
+    )
+    assert (ending.returncode, ending.stderr) == (code, told)
+
+
 def test_a_failure_exits_with_1_and_prints_cause_fix_and_page(tmp_path: Path) -> None:
     """In a pipe the output has no escape sequences."""
     run = command(tmp_path, "doctor", GLOO_SOCKET_IFNAME="ib7")
