@@ -30,6 +30,8 @@ _SIGNALS: Final = {
     "SIGSEGV": (11, "Segmentation fault"),
     "SIGUSR2": (12, "User defined signal"),
     "SIGTERM": (15, "Terminated"),
+    "SIGXCPU": (24, "CPU time limit exceeded"),
+    "SIGXFSZ": (25, "File size limit exceeded"),
 }
 """Signals with their numbers on Linux and how a shell describes a process that one ended."""
 

@@ -390,9 +390,15 @@ class Findings:
         general |= {cause.code for cause in (waits if is_recorded else waits[1:])}
         if is_recorded:
             general.add(_NCCL)
-        # What a library says about its own failure is known when another rule of it holds.
-        explained = {_family(code) for code in found if not rules[code].fallback}
-        general |= {code for code in found if rules[code].fallback and _family(code) in explained}
+        # What a library says about its own failure is known when another rule of it holds that proves as much:
+        # the ranks that torchrun ended with SIGTERM do not tell which signal ended the one before.
+        explained: dict[str, int] = {}
+        for rule in (rules[code] for code in found if not rules[code].fallback):
+            family, level = _family(rule.code), LEVELS[rule.level]
+            explained[family] = min(level, explained.get(family, level))
+        for rule in (rules[code] for code in found if rules[code].fallback):
+            if explained.get(_family(rule.code), len(LEVELS)) <= LEVELS[rule.level]:
+                general.add(rule.code)
         return [cause for cause in ranked if cause.code not in general]
 
 

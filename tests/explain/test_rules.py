@@ -117,6 +117,7 @@ SIGNALS: Final[tuple[tuple[int, str, str, str], ...]] = (
     (8, "SIGFPE", "Floating point exception", "DS-END-sigfpe"),
     (9, "SIGKILL", "Killed", "DS-END-sigkill"),
     (11, "SIGSEGV", "Segmentation fault", "DS-END-sigsegv"),
+    (24, "SIGXCPU", "CPU time limit exceeded", "DS-END-rlimit"),
 )
 
 
@@ -293,6 +294,9 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
         "END-sigkill ...", None, ""),
     "a peer out of memory": (f"{PEER}kernel: Out of memory: Killed process 8091 (python3)\n{PEER}", "MEM-host-oom ...", None, ""),
     "a peer out of GPU memory": (f"{PEER}[rank1]: torch.OutOfMemoryError: CUDA out of memory.\n{PEER}", "CUDA-oom ...", 1, ""),
+    **{f"a peer ended by signal {number}": (f"{PEER}E api.py:1002] failed (exitcode: -{number}) local_rank: 1 (pid: 3) of binary: python3\n"
+        "terminate called without an active exception\n  exitcode  : -6 (pid: 2)\n  exitcode  : -15 (pid: 4)  (SIGTERM)\n",
+        "END-signal ...", 1, f"signal {number}.") for number in (3, 5, 13, 14, 29, 31, 34, 64)},
     "a peer crashed": (f"{PEER}Fatal Python error: Segmentation fault\n{PEER}", "END-sigsegv ...", None, ""),
     "unused parameters, on their own line": (UNUSED.format("\n", " indices which did not receive grad for rank 1: 12 13 88"),
         "DDP-unused", None, "numbers are 12 13 88."),
