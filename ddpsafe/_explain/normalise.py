@@ -83,6 +83,8 @@ _UNFOLD: Final = re.compile(
 """Where a call or an exception begins in the middle of a line."""
 # An escaped newline, but not part of a call's path such as C:\nets.
 _ESCAPED_END: Final = re.compile(r'\\n(?![^"]{0,300}", line \d)')
+# Where a string of JSON ends: at a quote that is not escaped.
+_JSON_END: Final = re.compile(r'(?<!\\)(?:\\\\)*"')
 _MAX_FOLD_WIDTH: Final = 240
 # Terminals and forums fold lines at a width between these.
 _MIN_FOLD_WIDTH: Final = 50
@@ -290,6 +292,8 @@ def unfolded(body: str) -> list[str] | None:
     # A paste has lost its newlines, or a logger has written it as JSON, with escapes.
     if ('File "' not in body and 'File \\"' not in body) or FRAME.fullmatch(body):
         return None
+    if (call := body.find('File \\"')) >= 0 and (end := _JSON_END.search(body, call)) is not None:
+        body = body[: end.start()]
     text = _ESCAPED_END.sub("\n", body).replace('\\"', '"')
     return list(filter(str.strip, _UNFOLD.split(text)))
 

@@ -332,6 +332,8 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
         "USER-exception", 3, "t.py:9 in main"),
     "a traceback in JSON": (r'[rank3]: {"py_callstack": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
         "USER-exception", 3, "KeyError: 3"),
+    "a traceback in JSON beside other fields": (r'{"rank": 3, "message": "Traceback (most recent call last):\n  File \"t.py\", line 9, in main\n    load(x)\nKeyError: \"a\"", "step": 7}',
+        "USER-exception", None, 'KeyError: "a" at t.py:9'),
     "a long traceback in JSON": (r'[rank3]: {"log": "Traceback (most recent call last):\n' + 300 * r"  File \"/env/site-packages/x.py\", line 1, in f\n" + r'  File \"t.py\", line 9, in main\n    load(x)\nKeyError: 3"}',
         "USER-exception", 3, "t.py:9 in main"),
     "a traceback of Windows": (rf'[rank3]: {CALLS}"C:\nets\t.py", line 9, in main KeyError: 3', "USER-exception", 3, "KeyError: 3"),
