@@ -85,6 +85,8 @@ class Cause:
         is_retried: Whether its programs said that they try again.
         is_wrapper: Whether it only re-raises another process's exception, which may follow.
         is_taken_back: Whether a later line showed that it was over.
+        ends: How many tracebacks end with it, and not with an exception raised while it was handled.
+        replaced_by: The code of the cause that was raised while it was handled; empty if none was.
     """
 
     code: str
@@ -103,6 +105,8 @@ class Cause:
     is_retried: bool = False
     is_wrapper: bool = False
     is_taken_back: bool = False
+    ends: int = 0
+    replaced_by: str = ""
 
     @property
     def ended_job(self) -> bool:
@@ -168,6 +172,10 @@ class Findings:
         self._lone: Cause | None = None  # the script's own exception, without a traceback
         self._logged: Cause | None = None
         self._asserted: dict[int | None, str] = {}  # the last `assert` line of each rank
+        # By rank: the cause of its last traceback and the line with the exception; then that of the one before
+        # in a chain, with whether the next one is raised while that is handled (else it is raised from it).
+        self._raised: dict[int | None, tuple[Cause, str]] = {}
+        self._chained: dict[int | None, tuple[Cause, str, bool]] = {}
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
@@ -257,7 +265,12 @@ class Findings:
         known = self._causes.get(_USER)
         if traceback is None and (known is None or known.is_wrapper):
             known = self._lone
-        if known is not None and not known.is_wrapper:
+        before, text_before, is_handling = self._chained.get(line.rank, (None, "", False))
+        # Whether it belongs to the very exception that is known, and not to that of another rank.
+        is_next = known is not None and (before, text_before) == (known, known.evidence[0][1])
+        if known is not None and not known.is_wrapper and not (is_next and is_handling):
+            if is_next and line.body not in known.cause:
+                known.cause += f" It was raised again as {line.body[:_MAX_QUOTED_CHARS]}."
             known.count += 1
             known.last, known.is_warning = line.number, known.is_warning and is_logged
             return known
@@ -275,6 +288,8 @@ class Findings:
             worker = self._catalogue.of_code[_WORKER_RAISED]
             what, fix = worker.cause.removesuffix("."), worker.fix
         cause = _user_error(f"{what}{text}{place}.", fix, line.rank, line.number, line.body)
+        if is_next:
+            cause.cause += f" It was raised while {text_before[:_MAX_QUOTED_CHARS]} was handled."
         cause.level = "end" if traceback is None else "exception"
         # One that a program logs or quotes counts only if the run makes no progress after it.
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
@@ -283,6 +298,24 @@ class Findings:
         else:
             self._causes[_USER] = cause
         return cause
+
+    def note_chain(self, rank: int | None, *, is_handling: bool) -> None:
+        """Note that the next traceback of a rank continues the chain of its last one."""
+        if rank in self._raised:
+            before, text = self._raised.pop(rank)
+            before.ends -= 1
+            self._chained[rank] = (before, text, is_handling)
+
+    def note_raised(self, cause: Cause, line: Line) -> None:
+        """Note the cause of the exception that ends a traceback."""
+        cause.ends += 1
+        text = line.body[:_MAX_EVIDENCE_CHARS]
+        before, first, is_handling = self._chained.pop(line.rank, (cause, text, False))
+        is_again = cause is before and not is_handling
+        self._raised[line.rank] = (cause, first if is_again else text)
+        # A handler that loses another rank, or waits for it, does so whatever it handles.
+        if is_handling and cause.code != before.code and cause.level in ("cause", "exception"):
+            before.replaced_by = cause.code
 
     def note_logged(self, line: Line) -> None:
         """Record what a logger calls an error, in case the log has nothing else."""
@@ -366,6 +399,12 @@ class Findings:
             if not _is_over(cause, tail) and not (cause.is_wrapper and self._knows_original):
                 by_code.setdefault(cause.code, cause)
         _lower_what_ended_nothing(by_code.values(), tail)
+        for cause in by_code.values():
+            # What its program handled comes after what was raised meanwhile.
+            if cause.ends > 0 or cause.replaced_by not in by_code:
+                cause.replaced_by = ""
+            elif LEVELS[cause.level] < LEVELS[by_code[cause.replaced_by].level]:
+                cause.level = by_code[cause.replaced_by].level
         self._timeouts.describe(by_code)
         for code in by_code.keys() & set(_UNUSED):
             by_code[code].cause += self._unused
@@ -494,6 +533,7 @@ def is_passed_on(raised: re.Match[str] | None) -> bool:
     return raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
 
 
-def _order(cause: Cause) -> tuple[int, bool, int]:
+def _order(cause: Cause) -> tuple[int, bool, bool, int]:
     is_recorded = cause.code == _REPORT or cause.code.startswith(_FLIGHT)
-    return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0
+    line = cause.evidence[0][0] if cause.evidence else 0
+    return LEVELS[cause.level], cause.replaced_by != "", not is_recorded, line

@@ -12,7 +12,7 @@ from ddpsafe._explain import normalise, ranking
 from ddpsafe._explain.catalogue import built_in
 from ddpsafe._explain.match import Matcher, Sieve, strength
 from ddpsafe._explain.normalise import Folds, Line
-from ddpsafe._explain.tracebacks import Tracebacks, exception_of
+from ddpsafe._explain.tracebacks import CHAINED, HANDLING, Tracebacks, exception_of
 
 if TYPE_CHECKING:
     import re
@@ -131,7 +131,8 @@ class LogReader:
         # most lines of a log end here.
         shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
-        is_frequent = seen >= _MAX_SAME_LINES and not is_call and not self.findings.expects_rank
+        is_read = is_call or self.findings.expects_rank or b"he above exception" in raw
+        is_frequent = seen >= _MAX_SAME_LINES and not is_read
         if is_frequent and self._is_known(number, raw, shape):
             return
         if len(self._shapes) < ranking.MAX_DISTINCT:
@@ -205,6 +206,10 @@ class LogReader:
                 line.body = after_call
                 self._match(line, None)
             return
+        if body.startswith(CHAINED):
+            self.findings.note_chain(rank, is_handling=body.startswith(HANDLING))
+            self._tracebacks.skips_calls = False
+            return
         has_following, is_handled = bool(self._following), self._handled_at == number - 1
         if self._tracebacks.read_start(
             body, rank, has_following=has_following, is_handled=is_handled
@@ -254,6 +259,8 @@ class LogReader:
             cause = self.findings.note_exception(raised, line, traceback, is_logged=is_logged)
             if traceback is not None and not cause.is_wrapper:
                 self._tracebacks.skips_calls = True
+        if raised is not None and traceback is not None:
+            self.findings.note_raised(cause, line)
         self._noted = (line.number, line.rank, cause)
         return cause
 

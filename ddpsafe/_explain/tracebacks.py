@@ -35,6 +35,9 @@ _STARTS: Final = ("Traceback (most recent", "Original Traceback (most")
 _RAISED_AGAIN: Final = re.compile(
     r"^(?:\w+\.)*\w*(?:Error|Exception): Traceback \(most recent call last\):$"
 )
+HANDLING: Final = "During handling of the above exception, another"
+CHAINED: Final = (HANDLING, "The above exception was the direct cause")
+"""How the lines begin that Python prints between the exceptions of a chain."""
 _IGNORED: Final = re.compile(
     r"^(?:Exception ignored (?:in|while)|Error in atexit|--- Logging error ---)"
 )

@@ -257,6 +257,26 @@ SPAWNED: Final = (
     'Traceback (most recent call last):\n  File "/env/site-packages/torch/multiprocessing/spawn.py", line 118, in join\n'
     "Exception:\n\n-- Process 1 terminated with the following error:\n"
 )
+HANDLING: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
+CAUSING: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+NO_FILE: Final = "FileNotFoundError: [Errno 2] No such file or directory: 'last.pt'"
+
+
+def chain(*exceptions: str) -> str:
+    """Return a traceback for each exception; what joins it to the next one stands before that one."""
+    begin = (
+        'Traceback (most recent call last):\n  File "/w/train.py", line 4, in load\n    load()\n'
+    )
+    return "".join(
+        each if each in (HANDLING, CAUSING) else f"{begin}{each}\n" for each in exceptions
+    )
+
+
+def of_ranks(count: int, log: str) -> str:
+    """Return what several ranks print line by line, all the same."""
+    return "".join(f"[rank{rank}]: {line}\n" for line in log.splitlines() for rank in range(count))
+
+
 # fmt: off
 ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     # a log, the codes of its causes, the rank and a part of the text of the first cause; ... stands for any others
@@ -354,6 +374,26 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
         "/var/spool/slurmd/job4711/slurm_script: line 9: torchrun: command not found", "DATA-path ENV-program", None, ""),
     "the place of a known exception": ('Traceback (most recent call last):\n  File "/w/train.py", line 12, in step\n    batch = next(batches)\nStopIteration',
         "DATA-exhausted", None, "Raised at /w/train.py:12 in step."),
+    "an exception in a handler": (chain("KeyError: 'lr'", HANDLING, "ValueError: no lr"), "USER-exception", None,
+        "raised ValueError: no lr at /w/train.py:4 in load. It was raised while KeyError: 'lr' was handled."),
+    "and another one in its handler": (chain("KeyError: 'lr'", HANDLING, "ValueError: no lr", HANDLING, "OddError: 7"),
+        "USER-exception", None, "raised OddError: 7 at"),
+    "an exception in the handler of a known one": (chain(NO_FILE, HANDLING, "ValueError: label 7"), "USER-exception DATA-path", None, "label 7"),
+    "on many ranks": (of_ranks(8, chain(NO_FILE, HANDLING, "ValueError: label 7")), "USER-exception DATA-path", 0, "label 7"),
+    "a rank that fails in a handler, and one that loses it there":
+        (of_ranks(1, chain(NO_FILE, HANDLING, "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711"))
+         + of_ranks(2, chain(NO_FILE, HANDLING, "ValueError: label 7")), "USER-exception DATA-path PEER-lost", None, "label 7"),
+    "another rank that handles nothing": (of_ranks(1, chain(NO_FILE, HANDLING, "ValueError: label 7"))
+        + of_ranks(2, chain(NO_FILE.replace("last", "other"))), "DATA-path USER-exception", None, ""),
+    "a handler that loses a rank": (chain("KeyError: 'lr'", HANDLING, "RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711"),
+        "USER-exception PEER-lost", None, "KeyError: 'lr'"),
+    "a handler that waits too long": (chain(NO_FILE, HANDLING, "RuntimeError: Timed out waiting 5000ms for recv operation"),
+        "DATA-path HANG-timeout", None, ""),
+    "an exception from another one": (chain("KeyError: 'lr'", CAUSING, "ValueError: no lr"), "USER-exception", None,
+        "raised KeyError: 'lr' at /w/train.py:4 in load. It was raised again as ValueError: no lr."),
+    "an exception from a known one": (chain(NO_FILE, CAUSING, "ValueError: no lr"), "DATA-path USER-exception", None, ""),
+    "an exception in the handler of both": (chain("KeyError: 'lr'", CAUSING, "ValueError: no lr", HANDLING, "OddError: 7"),
+        "USER-exception", None, "raised OddError: 7 at"),
     "the other end of a pipe": (OTHER_END + ODD, "USER-exception MP-other-end", None, ""),
     "the parent of a spawned process": (SPAWNED + ODD, "USER-exception MP-child-failed", None, ""),
 }
