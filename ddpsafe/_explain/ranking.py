@@ -51,6 +51,12 @@ _MISMATCH: Final = "DS-HANG-mismatch"
 _WATCHDOG: Final = "DS-HANG-watchdog"
 _REPORT: Final = "DS-RUN-report"
 _NCCL: Final = "DS-NCCL-error"
+_LOST: Final = "DS-PEER-lost"
+_EXIT: Final = "DS-END-exit-code"
+_NONE_FAILED: Final = (
+    " No rank of this log failed by itself: the other one ended without an error (it left its loop"
+    " early, or called sys.exit or os._exit), or its log is not here."
+)
 _FLIGHT: Final = "DS-FLIGHT-"
 _UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
 _NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
@@ -86,7 +92,8 @@ class Cause:
         is_wrapper: Whether it only re-raises another process's exception, which may follow.
         is_taken_back: Whether a later line showed that it was over.
         ends: How many tracebacks end with it, and not with an exception raised while it was handled.
-        replaced_by: The code of the cause that was raised while it was handled; empty if none was.
+        replaced_by: The code of the cause that comes before it: it was raised while this one was handled, or
+            led to it. Empty if there is none.
     """
 
     code: str
@@ -182,6 +189,9 @@ class Findings:
         # Whether torchrun's summary names next the rank that failed first, or the others.
         self.expects_rank = self._is_others = False
         self._timeouts = _Timeouts()
+        # The ranks that lost another one, and the exit codes with the ranks that had them, if known.
+        self._lost: set[int] = set()
+        self._exits: set[tuple[int | None, str]] = set()
         self._unused = ""
 
     def read_line(self, line: Line) -> None:
@@ -201,8 +211,10 @@ class Findings:
     def note(self, match: Match, line: Line, traceback: Traceback | None = None) -> Cause:
         """Record that a line shows a cause; `traceback` is the one that it ends."""
         rule, _ = match
-        if is_timeout(rule.code):
-            self.compare_sequence(line)
+        if differs_by_rank(rule.code):
+            self.note_rank(rule.code, line)
+        if rule.code == _EXIT:
+            self._exits.add((None if line.has_local_rank else line.rank, match[1]["code"]))
         if not self._unused and (unused := _UNUSED_ARE.search(line.body)) is not None:
             # DDP names them in its first message or in a line of its own.
             are = "They are" if unused["of"] == "s" else "Their numbers are"
@@ -381,9 +393,11 @@ class Findings:
         cause.evidence, cause.count = cause.evidence[:_MAX_EVIDENCE], 1
         self._causes[_REPORT] = cause
 
-    def compare_sequence(self, line: Line) -> None:
-        """Compare the collective of a line with those of other ranks that waited too long."""
-        if (mismatch := self._timeouts.read(line)) is not None:
+    def note_rank(self, code: str, line: Line) -> None:
+        """Record the rank of a line whose cause others show as well; compare the collectives of timeouts."""
+        if code == _LOST:
+            self._lost |= set() if line.rank is None else {line.rank}
+        elif (mismatch := self._timeouts.read(line)) is not None:
             self._note_proved(_MISMATCH, *mismatch)
 
     def causes(self, completed: set[str], tail: Tail) -> list[Cause]:
@@ -399,6 +413,7 @@ class Findings:
             if not _is_over(cause, tail) and not (cause.is_wrapper and self._knows_original):
                 by_code.setdefault(cause.code, cause)
         _lower_what_ended_nothing(by_code.values(), tail)
+        self._excuse_exits(by_code)
         for cause in by_code.values():
             # What its program handled comes after what was raised meanwhile.
             if cause.ends > 0 or cause.replaced_by not in by_code:
@@ -414,6 +429,24 @@ class Findings:
             is_unknown = real[0].rank is None or real[0].has_local_rank
             real[0].rank = self._root_rank if is_unknown else real[0].rank
         return real
+
+    def _excuse_exits(self, causes: Mapping[str, Cause]) -> None:
+        """Put the ends of ranks after the loss of another one, if that is all that they tell."""
+        exits = [cause for cause in causes.values() if cause.level == "exit"]
+        ranks = {
+            (cause.rank if self._root_rank is None else self._root_rank)
+            if cause.rank is None or cause.has_local_rank
+            else cause.rank
+            for cause in exits
+        }
+        ranks |= {rank for rank, _ in self._exits if rank is not None}
+        # Python ends with 1 after an exception.
+        is_excused = ranks <= self._lost and all(code == "1" for _, code in self._exits)
+        levels = {cause.level for cause in causes.values()}
+        if _LOST in causes and exits and is_excused and levels <= {"exit", "peer", "noise"}:
+            causes[_LOST].cause += _NONE_FAILED
+            for cause in exits:
+                cause.replaced_by = _LOST
 
     def _without_general(self, ranked: list[Cause]) -> list[Cause]:
         """Leave out causes that add nothing to a more specific one."""
@@ -516,6 +549,11 @@ def _lower_what_ended_nothing(causes: Iterable[Cause], tail: Tail) -> None:
         has_gone_on = cause.level not in _ENDS_A_PROCESS and tail.went_on(max([cause.last, *ends]))
         if cause.last and (has_ended_well or has_gone_on):
             cause.level = "noise"
+
+
+def differs_by_rank(code: str) -> bool:
+    """Return whether each line of a cause counts, for its rank."""
+    return code == _LOST or is_timeout(code)
 
 
 def is_timeout(code: str) -> bool:

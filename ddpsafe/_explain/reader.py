@@ -161,10 +161,11 @@ class LogReader:
             return True
         if self.findings.note_again(cause, number):
             # Lines of the watchdog differ in the numbers that matter: who is behind in which call.
-            if ranking.is_timeout(cause.code):
+            if ranking.differs_by_rank(cause.code):
                 text = raw[:_MAX_LINE_BYTES].decode("utf-8", "replace")
                 rank, _ = normalise.rank_of(text)
-                self.findings.compare_sequence(Line(number=number, text=text, body=text, rank=rank))
+                line = Line(number=number, text=text, body=text, rank=rank)
+                self.findings.note_rank(cause.code, line)
             return True
         return False
 

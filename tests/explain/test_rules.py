@@ -277,6 +277,18 @@ def of_ranks(count: int, log: str) -> str:
     return "".join(f"[rank{rank}]: {line}\n" for line in log.splitlines() for rank in range(count))
 
 
+LOST: Final = chain("RuntimeError: [pair.cc:553] Connection closed by peer [10.0.0.2]:4711")
+
+
+def ended_with(code: int, rank: int) -> str:
+    """Return torchrun's summary of the rank that it calls the first to fail."""
+    return (
+        f"E1130 api.py:1002] failed (exitcode: {code}) local_rank: {rank} (pid: 7) of binary: python\n"
+        f"Root Cause (first observed failure):\n[0]:\n  rank      : {rank} (local_rank: {rank})\n"
+        f"  exitcode  : {code} (pid: 7)\n"
+    )
+
+
 # fmt: off
 ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     # a log, the codes of its causes, the rank and a part of the text of the first cause; ... stands for any others
@@ -394,6 +406,15 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     "an exception from a known one": (chain(NO_FILE, CAUSING, "ValueError: no lr"), "DATA-path USER-exception", None, ""),
     "an exception in the handler of both": (chain("KeyError: 'lr'", CAUSING, "ValueError: no lr", HANDLING, "OddError: 7"),
         "USER-exception", None, "raised OddError: 7 at"),
+    "a rank that ended early, without an error": (of_ranks(1, LOST) + ended_with(1, 0), "PEER-lost END-exit-code", 0,
+        "No rank of this log failed by itself: the other one ended without an error"),
+    "and the other seven": (of_ranks(7, LOST) + ended_with(1, 6), "PEER-lost END-exit-code", None, "without an error"),
+    "a rank that lost it and aborted at its end": (of_ranks(1, LOST) + "terminate called without an active exception\n" + ended_with(-6, 0),
+        "PEER-lost END-at-exit END-sigabrt", 0, "without an error"),
+    "a rank that ended early, with an exit code": (of_ranks(1, LOST) + ended_with(3, 1), "END-exit-code PEER-lost", 1, "code 3"),
+    "an exit code of 1, which no exception explains": (of_ranks(1, LOST) + ended_with(1, 1), "END-exit-code PEER-lost", 1, ""),
+    "a silent exit beside that of the rank that lost it": (of_ranks(1, LOST) + ended_with(1, 0) + "  exitcode  : 3 (pid: 8)\n",
+        "END-exit-code PEER-lost", 0, ""),
     "the other end of a pipe": (OTHER_END + ODD, "USER-exception MP-other-end", None, ""),
     "the parent of a spawned process": (SPAWNED + ODD, "USER-exception MP-child-failed", None, ""),
 }
