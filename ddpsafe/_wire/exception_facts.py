@@ -33,6 +33,7 @@ from ddpsafe._text import signal_name
 from ddpsafe._torch_private import is_expected, workers_of
 from ddpsafe._wire.foreign_texts import (
     find_kind,
+    find_missed_barrier,
     find_peer_origin,
     find_printed_error,
     find_signal_of_worker,
@@ -86,17 +87,25 @@ def own_line_of(calls: traceback.StackSummary) -> str:
 _MAX_HELD: Final = 200
 _BY_SIGNAL: Final = 128
 _DATALOADER: Final = "torch/utils/data/dataloader.py"
-_PREPOSITIONS: Final = {"send": "to", "isend": "to", "recv": "from", "irecv": "from"}
+MONITORED_BARRIER: Final = "monitored_barrier"
+_PREPOSITIONS: Final = {
+    "send": "to",
+    "isend": "to",
+    "recv": "from",
+    "irecv": "from",
+    MONITORED_BARRIER: "",
+}
 
 
 class PointToPoint(NamedTuple):
-    """A call of torch that sends to one rank or receives from one.
+    """A call of torch that sends to one rank or receives from one, or the monitored barrier, which is made of these.
 
     torch's flight recorder does not record these for gloo, so by the recorder alone a rank seems to be in its
     last collective.
 
     Attributes:
-        peer: The other rank; ``None`` if it is unknown or may be any rank.
+        peer: The other rank; ``None`` if it is unknown or may be any rank. In a monitored barrier it is the first
+            rank of the group, from which the others receive.
     """
 
     call: str
@@ -105,11 +114,12 @@ class PointToPoint(NamedTuple):
     @property
     def sender(self) -> int | None:
         """The peer, if the call receives."""
-        return self.peer if _PREPOSITIONS[self.call] == "from" else None
+        return None if _PREPOSITIONS[self.call] == "to" else self.peer
 
     def __str__(self) -> str:
-        peer = "" if self.peer is None else f" {_PREPOSITIONS[self.call]} rank {self.peer}"
-        return f"{self.call}{peer}"
+        preposition = _PREPOSITIONS[self.call]
+        is_named = preposition and self.peer is not None
+        return f"{self.call} {preposition} rank {self.peer}" if is_named else self.call
 
 
 def point_to_point_of(tb: TracebackType | None) -> PointToPoint | None:
@@ -140,14 +150,36 @@ def read_peer(frame: FrameType) -> int | None:
     peer, group = names.get("dst", names.get("src")), names.get("group")
     if peer is None:
         peer = names.get("group_dst", names.get("group_src"))
+        if frame.f_code.co_name == MONITORED_BARRIER:
+            peer = 0
         if "authoritative_rank" in names:  # in DDP
             peer, group = names["authoritative_rank"], names["self"].process_group
-        if peer is not None and group is not None:  # it is a rank of that group
-            try:
-                peer = sys.modules["torch.distributed"].get_global_rank(group, peer)
-            except Exception:  # noqa: BLE001 - this function of torch may change
-                peer = None
+        if peer is not None:  # it is a rank of that group
+            peer = _rank_in_launch(group, peer)
     return peer if isinstance(peer, int) else None
+
+
+def _rank_in_launch(group: object, rank: int) -> int | None:
+    """Return the number that a rank of a group of torch has in the group of all ranks, if it is known."""
+    if group is None:
+        return rank
+    try:
+        return int(sys.modules["torch.distributed"].get_global_rank(group, rank))
+    except Exception:  # noqa: BLE001 - this function of torch may change
+        return None
+
+
+def missed_barrier_of(exc: BaseException) -> tuple[int, ...]:
+    """Return the ranks that have not reached torch's monitored barrier, if the exception comes from there."""
+    named = find_missed_barrier(line_of(exc, MAX_MESSAGE))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, every collective begins with such a barrier.
+    groups = [
+        frame.f_locals["group"]
+        for frame, _ in traceback.walk_tb(exc.__traceback__ if named else None)
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and "group" in frame.f_locals
+    ]
+    ranks = [_rank_in_launch(groups[-1], rank) for rank in named] if groups else []
+    return tuple(rank for rank in ranks if rank is not None)
 
 
 _WORKER_EXIT_WAIT_S: Final = 0.5
@@ -266,7 +298,7 @@ def _exit_codes_in(exc: BaseException) -> Iterator[int]:
 
 
 def is_point_to_point(function: str) -> bool:
-    """Return whether a function of torch is a send or a receive."""
+    """Return whether a function of torch is one of those that a `PointToPoint` describes."""
     return function in _PREPOSITIONS
 
 

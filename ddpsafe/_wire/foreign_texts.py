@@ -221,6 +221,16 @@ def find_peer_origin(line: str) -> PeerOrigin | None:
     return _first_match(_PEER_TEXTS, reason if reason.strip() else line)
 
 
+# torch 2.6 to 2.15. The first rank of a group raises it, with their ranks in the group.
+_MISSED_BARRIER: Final = re.compile(r"Ranks? (\d+(?:, \d+)*) failed to pass monitoredBarrier")
+
+
+def find_missed_barrier(line: str) -> list[int]:
+    """Return the ranks of a group that have not reached torch's monitored barrier, by the text of an exception."""
+    match = _MISSED_BARRIER.search(line)
+    return [] if match is None else [int(rank) for rank in match[1].split(", ")]
+
+
 def find_native_error(stderr: str) -> NativeError | None:
     """Return the error that native code wrote to a rank's stderr before it ended the process."""
     matches = (

@@ -18,6 +18,7 @@ from ddpsafe._wire.exception_facts import (
     exit_code_of,
     has_continued,
     line_of,
+    missed_barrier_of,
     point_to_point_of,
     read_chain,
     signal_that_ended_a_child,
@@ -443,6 +444,7 @@ class Raised:
         handled: The exception, in one line, that was being handled when the rank asked to exit.
         dead_worker: Which worker of torch's DataLoader it comes from, and how that worker ended.
         child_signal: The signal that ended a process of the rank, if the exception comes from that; else 0.
+        missed_barrier: The ranks that did not reach torch's monitored barrier in time, if it says so.
     """
 
     type_name: str
@@ -468,6 +470,7 @@ class Raised:
     handled: str = ""
     dead_worker: str = ""
     child_signal: int = 0
+    missed_barrier: tuple[int, ...] = ()
 
     @property
     def is_peer_error(self) -> bool:
@@ -500,6 +503,7 @@ class Raised:
         name, message = type_name_of(error), clip(text_of(error), MAX_MESSAGE)
         code = exit_code_of(error)
         handled = None if code is None else error.__cause__
+        waited = error if facts.hidden_by is None else facts.hidden_by
         dead_worker, child_signal = "", 0
         # They read private names of torch, and the user's attributes.
         with contextlib.suppress(Exception):
@@ -528,9 +532,8 @@ class Raised:
             kind=_kind_of(error),
             setting=error.setting if isinstance(error, LaunchTimeoutError) else "",
             wraps_peer_error=facts.wraps_peer_error,
-            point_to_point=point_to_point_of(
-                (error if facts.hidden_by is None else facts.hidden_by).__traceback__
-            ),
+            point_to_point=point_to_point_of(waited.__traceback__),
+            missed_barrier=missed_barrier_of(waited),
             hidden_by="" if facts.hidden_by is None else in_a_line(facts.hidden_by),
             handled="" if handled is None else in_a_line(handled),
             dead_worker=dead_worker,
@@ -627,7 +630,7 @@ class RankOutcome:
             (SIGSTOP), unlike the `status` of that name.
         stack: The user's innermost line that its main thread was at before it was ended.
         in_collective: Whether that line waited in a collective; ``None`` if unknown.
-        point_to_point: Which send or receive it waited in, e.g. ``recv``.
+        point_to_point: Which call, of those of `PointToPoint`, it waited in, e.g. ``recv``.
         in_rpc: Whether `stack` is of a thread that executes a call from another rank (RPC).
         began_ns: When each phase began (monotonic), for its launcher's report.
         exited_at: The line of the ``sys.exit(0)`` that ended it, if one did.
@@ -687,7 +690,7 @@ class RankOutcome:
 
     @property
     def sends_or_receives(self) -> str:
-        """Which send or receive it was in when it was asked, or failed in; empty if none."""
+        """Which send, receive or monitored barrier it was in when it was asked, or failed in; empty if none."""
         reported = self._reported_point_to_point
         if reported is not None:
             return str(reported)

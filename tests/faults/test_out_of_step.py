@@ -94,6 +94,17 @@ def test_a_rank_that_returns_early_is_blamed_for_waits_that_torch_does_not_recor
     assert not re.search("(timed out|lost a peer) in all_reduce number 1 ", str(error)), error
 
 
+def test_a_rank_that_skips_the_monitored_barrier_of_a_group_is_named(tmp_path: Path) -> None:
+    """In its error torch has the number in the group, and it records no such barrier: by its records, rank 0 is behind."""
+    error = World(folder=tmp_path, ranks=3).launch_fails(
+        "collective", programs.skip_the_monitored_barrier_of_a_group, within_s=2 + HANG_S
+    )
+    require_hang(error, 2)
+    assert "rank 2 (world_size 3) did not reach torch's monitored barrier in time" in str(error)
+    assert "[Rank 0]: Rank 1 failed to pass monitoredBarrier in 2000 ms, with the" in str(error)
+    assert "timed out in monitored_barrier" in str(error)
+
+
 @pytest.mark.full
 @pytest.mark.recorder
 @pytest.mark.parametrize("calls", [0, 2])

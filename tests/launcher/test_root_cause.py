@@ -112,6 +112,27 @@ ALL_REDUCE: Final = "SequenceNumber=3, OpType=ALLREDUCE, TensorShape=[5], Tensor
 A_BARRIER: Final = "SequenceNumber=3OpType=BARRIER"
 
 
+IN_BARRIER: Final = (
+    "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. "
+    "Please check rank 0 logs for faulty rank.\n Original exception: "
+)
+
+
+def in_monitored_barrier(rank: int, *missed: int, lost: bool = False) -> Raiser:
+    """Return a function that raises the error of torch's monitored barrier in a rank of its group."""
+    text = IN_BARRIER.replace("Rank 1", f"Rank {rank}")
+    if missed:
+        named = f"Rank{'s' if len(missed) > 1 else ''} {', '.join(map(str, missed))}"
+        text = (
+            f"[Rank 0]: {named} failed to pass monitoredBarrier in 6000 ms\n Original exception: "
+        )
+    how = "Connection closed by peer [::1]:9" if lost else "Timed out waiting 6000ms for recv"
+    code = "def monitored_barrier(group=None):\n    raise RuntimeError(text)\n"
+    scope: dict[str, Any] = {"text": f"{text}\n[/gloo/pair.cc:553] {how}"}
+    exec(compile(code, "/x/torch/distributed/distributed_c10d.py", "exec"), scope)
+    return lambda: scope["monitored_barrier"](None)
+
+
 def timed_out_in(call: str, peer: int) -> Raiser:
     """Return a function that raises a timeout from torch's send or receive."""
     name = {"recv": "src", "send": "dst"}[call]
@@ -938,6 +959,41 @@ POINT_TO_POINT: Final = [
     row("loses a connection of its own while another rank crashes in a collective",
         [raises(raising(ConnectionResetError(104, "reset by peer")), ms=1),
         killed(signal.SIGSEGV, number(2), inside=True, ms=30)], 0, "ended-by-itself", RAISED, "network"),
+    row("skips torch's monitored barrier and waits in the next collective",
+        [raises(in_monitored_barrier(0, 1), number(3, done=True)), raises(lost_a_peer, number(4)),
+        raises(in_monitored_barrier(2, lost=True), number(3, done=True))],
+        1, "missed-barrier", HUNG, "hang", facts=(("missing_ranks", (1,)),),
+        says=("rank 0 raised RuntimeError: [Rank 0]: Rank 1 failed to pass monitoredBarrier in 6000 ms",
+        "timed out in monitored_barrier, after all_reduce number 3", "call monitored_barrier"),
+        says_not="timed out in all_reduce"),
+    row("works while torch's monitored barrier waits for it",
+        [raises(in_monitored_barrier(0, 1), number(3, done=True)), works(number(3, done=True))],
+        1, "missed-barrier", HUNG, "hang", says=("in time and was at t.py:9 in load, on here",)),
+    row("reaches torch's monitored barrier too late",
+        [raises(in_monitored_barrier(0, 1)),
+        raises(in_monitored_barrier(1, lost=True)),
+        raises(in_monitored_barrier(2, lost=True))], 1, "missed-barrier", HUNG, "hang"),
+    row("two skip torch's monitored barrier, which waits for all ranks",
+        [raises(in_monitored_barrier(0, 1, 3), number(3, done=True)), raises(lost_a_peer, number(4)),
+        raises(in_monitored_barrier(2, lost=True)), raises(lost_a_peer, number(4))],
+        1, "missed-barrier", HUNG, "hang", facts=(("missing_ranks", (1, 3)),),
+        says=("ranks 1 and 3 (world_size 4) did not reach torch's monitored barrier in time, attempt 1",)),
+    row("is the first rank and skips the monitored barrier of the others", [raises(timed_out, number(4)),
+        raises(in_monitored_barrier(1), number(3, done=True)),
+        raises(in_monitored_barrier(2, lost=True), number(3, done=True))],
+        0, "missed-barrier", HUNG, "hang"),
+    row("does not send to a rank that torch's monitored barrier misses",
+        [raises(in_monitored_barrier(0, 1)), receives(2, NOWHERE), works()],
+        2, "missed-barrier", HUNG, "hang"),
+    row("works in a smaller group, whose other rank torch's monitored barrier misses",
+        [raises(in_monitored_barrier(0, 1)), waits(at((3, "all_reduce"), group="tp")),
+        works(at((2, "all_reduce"), group="tp", done=True))], 2, "behind", HUNG, "hang"),
+    row("is killed before torch's monitored barrier",
+        [raises(in_monitored_barrier(0, 1, lost=True), ms=1), killed(ms=40)],
+        1, "ended-by-itself", KILLED, "killed"),
+    row("returns while the others wait in torch's monitored barrier",
+        [raises(in_monitored_barrier(0, 1), number(3, done=True)), returned(number(4))],
+        1, "returned-behind", LEFT, "user-error"),
     row("called sys.exit(0) under ddpsafe run while others wait",
         [waits(number(6)), {**returned(number(4, done=True)), "exited_at": "train.py:7 in main"}],
         1, "returned-behind", LEFT, "user-error", reason="left",

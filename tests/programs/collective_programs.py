@@ -116,6 +116,15 @@ def wait_in_monitored_barrier() -> None:
     dist.monitored_barrier()
 
 
+def skip_the_monitored_barrier_of_a_group(ctx: RankContext, folder: Path) -> None:
+    """Leave out, on rank 2, the barrier of its group with rank 0, in which it has the number 1."""
+    group = dist.new_group([0, 2])
+    mark(folder)
+    if ctx.rank == 0:
+        dist.monitored_barrier(group, timedelta(seconds=2))
+    dist.all_reduce(torch.ones(1))
+
+
 def come_apart_in_the_second_group(
     rank: int, world_size: int, folder: Path, fault: Fault, calls: int, timeout_s: float = 60
 ) -> None:

@@ -47,6 +47,7 @@ from ddpsafe._wire.exception_facts import PRINTED_CALL, clip, find_own_files
 from ddpsafe._wire.foreign_texts import (
     crashed_while_building_ddp,
     find_handled_errors,
+    find_missed_barrier,
     find_printed_error,
     without_source,
 )
@@ -746,6 +747,8 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
     if cause.rule.name == "mismatch" and setting != "start":
         calls = [(out.rank, call) for out, call in cause.evidence.calls]
         return _mismatch_error(ended, root, calls, _calls_of(cause), setting)
+    if cause.rule.name == "missed-barrier":
+        return _missed_barrier_error(ended, cause, setting)
     place = f" at {where(root)}" if where(root) else ""
     waiting, goal = cause.evidence.find_who_waited(root)
     late = {out.rank: delay_s for out, delay_s in cause.evidence.late}
@@ -777,6 +780,34 @@ def _wait_error(ended: EndedAttempt, cause: RootCause) -> LaunchError:
         ],
         missing=[*missing, *(ended.outcomes[rank] for rank in also_late)],
         kind=kind,
+    )
+
+
+def _missed_barrier_error(ended: EndedAttempt, cause: RootCause, setting: Limit) -> LaunchError:
+    """Return the error of ranks that torch's monitored barrier names, with torch's own sentence."""
+    root, missed = cause.root, cause.evidence.missed_barrier
+    what = cause.conclusion.behaviour
+    if len(missed) > 1:
+        what = f"{ended.names(out.rank for out in missed)} {what}"
+    else:
+        place = f" and was at {where(root)}" if where(root) else ""
+        what = f"{ended.name(root)} {what}{place}, on {root.hostname}"
+    by_torch = []
+    for out in ended.outcomes.values():
+        if out.raised is not None and out.raised.missed_barrier:
+            is_same = find_missed_barrier(out.raised.message) == [*out.raised.missed_barrier]
+            numbers = "" if is_same else ", with the numbers of the ranks in their group"
+            by_torch.append(f"rank {out.rank} raised {first_line(out)}{numbers}")
+    return ended.timeout_error(
+        setting,
+        f"{what}, {ended.when('hang')}.",
+        _filled(_advice_on_hang(cause), root, setting=setting),
+        [
+            *by_torch,
+            *handled_errors(root, ended, or_others=False),
+            *positions(ended),
+        ],
+        missing=missed,
     )
 
 

@@ -27,6 +27,7 @@ import psutil
 
 from ddpsafe._errors import LaunchError, LaunchTimeoutError, RankFailedError, RankLeftEarlyError
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, differ, family
+from ddpsafe._wire.exception_facts import MONITORED_BARRIER
 from ddpsafe._wire.foreign_texts import (
     find_fingerprint,
     find_kind,
@@ -98,6 +99,8 @@ class Evidence:
         late: The ranks that entered a collective much later than others, whose wait in it timed out;
             the latest first, each with its delay in seconds.
         has_rank_outside: Whether a rank that raised nothing is outside any collective.
+        missed_barrier: The ranks that did not reach torch's monitored barrier in time: those that its first rank
+            names, or else that first rank, for which the others wait there.
     """
 
     ranks: Ranks
@@ -111,6 +114,7 @@ class Evidence:
     calls: Sequence[tuple[RankOutcome, Collective]]
     late: Sequence[tuple[RankOutcome, float]]
     has_rank_outside: bool
+    missed_barrier: Ranks
 
     @classmethod
     def of(
@@ -149,6 +153,7 @@ class Evidence:
             has_rank_outside=any(
                 out.raised is None and out.in_collective is False for out in ranks
             ),
+            missed_barrier=_find_missed_barrier(outcomes),
         )
 
     def find_out_of_place(self) -> Ranks:
@@ -204,6 +209,7 @@ RuleName = Literal[
     "error-after-peer-error",
     "suspended",
     "returned-behind",
+    "missed-barrier",
     "mismatch",
     "behind",
     "late",
@@ -299,6 +305,18 @@ def _error_after_peer_error(evidence: Evidence) -> Ranks:
     return wrapping if wrapping == [root] and not evidence.has_rank_outside else ()
 
 
+def _returned_behind(evidence: Evidence) -> Ranks:
+    awaited = [] if evidence.awaited is None else [evidence.awaited]
+    return [out for out in (*evidence.missed_barrier, *awaited) if out.status == "returned"]
+
+
+def _missed_barrier(evidence: Evidence) -> Ranks:
+    awaited, missed = evidence.awaited, evidence.missed_barrier
+    # They may have waited for one that is busy: in a smaller group, that only they are in.
+    is_explained = awaited is not None and not is_waiting(awaited) and all(map(is_waiting, missed))
+    return () if is_explained else missed
+
+
 def _elsewhere(evidence: Evidence) -> Ranks:
     is_awaited = any(out.in_collective or out.raised is not None for out in evidence.ranks)
     return [out for out in evidence.ranks if out.in_collective is False] if is_awaited else ()
@@ -374,10 +392,19 @@ RULES: Final = (
     ),
     Rule(
         name="returned-behind",
-        sign="has returned, and is the rank that `behind` would find",
+        sign="has returned, and is a rank that `missed-barrier` or `behind` would find",
         why="it returned too early. This rule precedes `mismatch`, because the last call of such a rank may "
         "seem not to match",
-        find=lambda e: [e.awaited] if e.awaited and e.awaited.status == "returned" else (),
+        find=_returned_behind,
+        by_place=True,
+    ),
+    Rule(
+        name="missed-barrier",
+        sign="did not reach torch's `monitored_barrier` in time, by torch's own error, and did not wait for a rank "
+        "that is busy and that `behind` would find",
+        why="torch has seen which ranks were there. Its sends and receives have no numbers in the sequence of "
+        "collectives, by which the ranks in the barrier may seem to be behind",
+        find=_missed_barrier,
         by_place=True,
     ),
     Rule(
@@ -527,6 +554,17 @@ CONCLUSIONS: Final[dict[RuleName, Conclusion]] = {
         ),
     ),
     "returned-behind": _RETURNED,
+    "missed-barrier": replace(
+        _WAITED,
+        behaviour="did not reach torch's monitored barrier in time",
+        advice=(
+            "the rank is busy or hangs at its line, or does not make the call in which the others waited.",
+            (
+                "see its line below. Every rank of the group has to call monitored_barrier, with a timeout above "
+                "the time that the slowest one needs to get there."
+            ),
+        ),
+    ),
     "mismatch": replace(
         _WAITED,
         blames="several",
@@ -765,9 +803,24 @@ def _find_awaited(
         number = _number(last_in_main(outcome.position))
         return (outcome.rank in ahead_of_others, is_waiting(outcome), number, outcome.rank)
 
-    if not awaited:
-        return None
-    first = min(awaited.values(), key=likelihood)
+    return _sender_behind(min(awaited.values(), key=likelihood), outcomes) if awaited else None
+
+
+def _find_missed_barrier(outcomes: Mapping[int, RankOutcome]) -> Ranks:
+    """Return the ranks that did not reach torch's monitored barrier in time, if a rank has raised an error there."""
+    raised = [out.raised for out in outcomes.values() if out.raised and out.raised.is_peer_error]
+    named = {rank for each in raised for rank in each.missed_barrier}
+    if not named:  # only the first rank of a group names others; these wait for it
+        calls = [each.point_to_point for each in raised if each.point_to_point is not None]
+        first = {call.sender for call in calls if call.call == MONITORED_BARRIER}
+        named = {rank for rank in first if rank is not None}
+        named -= {out.rank for out in outcomes.values() if out.awaited_sender == out.rank}
+    missed = [outcomes[rank] for rank in sorted(named) if rank in outcomes]
+    return missed if len(missed) > 1 else [_sender_behind(out, outcomes) for out in missed]
+
+
+def _sender_behind(first: RankOutcome, outcomes: Mapping[int, RankOutcome]) -> RankOutcome:
+    """Return the rank that works elsewhere while `first` waits to receive from it, if there is one, else `first`."""
     # A rank in a receive is behind the others while the rank that it receives from works elsewhere:
     # that one is what all of them wait for, whatever collective it has reached.
     candidate: RankOutcome | None = first

@@ -76,7 +76,7 @@ class StackReading:
     Attributes:
         stack: The user's innermost line (``path:line in function``); empty if unknown.
         in_collective: Whether the thread waits in a collective; ``None`` if unknown.
-        point_to_point: The send or receive that it waits in.
+        point_to_point: The send, receive or monitored barrier that it waits in.
         in_rpc: Whether the line is of a thread that executes a call from another rank (RPC).
     """
 
