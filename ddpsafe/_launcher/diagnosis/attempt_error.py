@@ -1244,16 +1244,24 @@ def handled_errors(root: RankOutcome, ended: EndedAttempt, *, or_others: bool = 
         raised = outcome.raised
         if raised is not None and outcome is not root:
             continue  # it has written about the error that ended it
-        own = "" if raised is None else raised.type_name.rpartition(".")[2]
         lines = [
             line
             for line in lines_of[outcome.rank]
-            if _NUMBER.sub("", line) not in by_all and not (own and line.startswith(own))
+            if _NUMBER.sub("", line) not in by_all
+            and not (raised is not None and _is_about(line, raised))
         ]
         if lines:
             ends = [f"| {line[:_STDERR_WIDTH]}" for line in lines[-_HANDLED_LINES:]]
             return [f"rank {outcome.rank} has written about an error, and continued:", *ends]
     return []
+
+
+def _is_about(line: str, raised: Raised) -> bool:
+    """Return whether a line of output is a part of the traceback of an exception, or quotes it."""
+    shown = {each.strip() for each in (raised.message + "\n" + raised.traceback).splitlines()}
+    name = raised.type_name.rpartition(".")[2]
+    text = raised.message.partition("\n")[0].strip()
+    return line in shown or line.startswith(name) or (bool(text) and line.endswith(text))
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:
