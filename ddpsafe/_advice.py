@@ -21,6 +21,10 @@ ADVICE: Final[dict[str, tuple[str, str]]] = {
         "a low limit of open files (ulimit -n), or files and sockets that this process keeps open.",
         "raise it with  ulimit -n {files}  or close some of them.",
     ),
+    "DS-DATA-worker-timeout": (
+        "a DataLoader worker delivered no batch within timeout=: a read hangs, or the worker is deadlocked.",
+        "look at the storage; num_workers=0 shows the line; raise timeout= if the work is only slow.",
+    ),
     "DS-DISK-read-only": (
         "a mount that went read-only after a disk error, or a path on a read-only volume of a container.",
         "write elsewhere;  mount | grep '(ro'  shows what is read-only, dmesg why the kernel made it so.",

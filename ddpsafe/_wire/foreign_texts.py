@@ -449,6 +449,11 @@ def says_worker_exited(traceback: str) -> bool:
     return _WORKER_EXIT.search(traceback) is not None
 
 
+def is_late_worker(line: str) -> bool:
+    """Return whether torch's DataLoader waited for a batch of its workers for longer than its ``timeout``."""
+    return line.startswith("RuntimeError: DataLoader timed out after ")
+
+
 def is_of_a_backend(line: str, file: str) -> bool:
     """Return whether torch raised a RuntimeError, by its text or by the file that raised it."""
     return _OF_A_BACKEND.search(line) is not None or _OF_TORCH.search(file) is not None

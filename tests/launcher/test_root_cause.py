@@ -1111,6 +1111,8 @@ KINDS: Final = [
         raising(RuntimeError("feature server [10.0.0.5]:443: Socket Timeout")), "user-error"),
     of_kind("a worker of torch's loader",
         raising(RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed.")), "killed"),
+    of_kind("a worker of torch's loader that is late",
+        raising(RuntimeError("DataLoader timed out after 5 seconds")), "user-error", "running", "raise timeout="),
     of_kind("a worker of torch's loader that exits", worker_exits, "user-error", "running", "os._exit()"),
     of_kind("a worker of ddpsafe's loader", worker_died(-signal.SIGBUS), "killed"),
     of_kind("such a worker that was killed", worker_died(-signal.SIGKILL), "out-of-memory"),

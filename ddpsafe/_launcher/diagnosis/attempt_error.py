@@ -192,6 +192,7 @@ _BY_TOPIC: Final[dict[Topic, Advice]] = {
         "the last backward pass did not reach its end: an error in it was swallowed, or parameters are unused.",
         "let errors of a step through, or skip it on all ranks; else see find_unused_parameters=True.",
     ),
+    "worker-timeout": ADVICE["DS-DATA-worker-timeout"],
     "worker-exit": (
         "code in a DataLoader worker called sys.exit() or os._exit(), or the worker could not start.",
         "read the worker's output; num_workers=0 shows an error of the dataset itself.",

@@ -34,6 +34,7 @@ from ddpsafe._wire.foreign_texts import (
     has_no_descriptors,
     is_full_disk,
     is_full_shared_memory,
+    is_late_worker,
     is_read_only,
     is_unfinished_reduction,
     says_worker_exited,
@@ -941,6 +942,7 @@ def find_proof_of_torch(root: RankOutcome, outcomes: Mapping[int, RankOutcome]) 
 Topic = Literal[
     "port",
     "worker-exit",
+    "worker-timeout",
     "unfinished-reduction",
     "descriptors",
     "shared-memory",
@@ -964,6 +966,8 @@ def find_topic(raised: Raised) -> Topic | None:
         return "port"
     if _is_worker_exit(raised):
         return "worker-exit"
+    if is_late_worker(line):
+        return "worker-timeout"
     if is_unfinished_reduction(raised.message):
         return "unfinished-reduction"
     if has_no_descriptors(line):
