@@ -28,7 +28,7 @@ from dataclasses import InitVar, asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
-from ddpsafe._text import encodable, name_cells
+from ddpsafe._text import name_cells, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,7 +101,12 @@ class Explanation:
         lines += [f"  {line}" for detail in self.details for line in detail.splitlines()]
         if self.logs is not None:
             lines.append(f"  Logs: {self.logs}")
-        return encodable(name_cells("\n".join(lines)))
+        return _shown(name_cells("\n".join(lines)))
+
+
+def _shown(text: str) -> str:
+    """Return a text that can be printed: an exception's own text may clear a screen, or have no encoding."""
+    return printable(text, keep="\n\t")
 
 
 @dataclass(eq=False, repr=False)
@@ -137,7 +142,7 @@ class DDPSafeError(Exception):
         super().__init__(str(self.explanation))
 
     def __str__(self) -> str:
-        return encodable(self.explanation.what) if self.is_quoted else str(self.explanation)
+        return _shown(self.explanation.what) if self.is_quoted else str(self.explanation)
 
     def add_details(self, *lines: str) -> None:
         """Append lines to the details."""

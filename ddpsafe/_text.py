@@ -88,8 +88,3 @@ def printable(text: object, *, keep: str = "") -> str:
         lambda found: found[0] if found[0] in keep else ascii(found[0])[1:-1],
         "" if text is None else str(text),
     )
-
-
-def encodable(text: str) -> str:
-    """Return a text that can be printed: a user's value may hold a surrogate, which has no encoding."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")

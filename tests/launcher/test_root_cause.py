@@ -1118,6 +1118,10 @@ KINDS: Final = [
     of_kind("such a worker that was killed", worker_died(-signal.SIGKILL), "out-of-memory"),
     of_kind("ddpsafe's error in the words of others", resembling, "user-error"),
     of_kind("a full disk", no_space, "user-error"),
+    row("raises a long text that would change the terminal",
+        [raises(raising(ValueError("one\ntwo\x1b[31m\x07\x00" + 9_000 * "x" + "\u202eend"))), raises(lost_a_peer)], 0,
+        "ended-by-itself", RAISED, "user-error",
+        says=(r": one" + "\n" + r"two\x1b[31m\x07\x00x", r"x\u202eend" + "\n"), says_not=600 * "x"),
     row("a mismatch that no rank explains", [raises(mismatch, ms=2), raises(mismatch, ms=1)], 1,
         "error-out-of-place", RAISED, "user-error"),
 ]  # fmt: skip

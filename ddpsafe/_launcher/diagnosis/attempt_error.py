@@ -63,7 +63,9 @@ if TYPE_CHECKING:
     from ddpsafe._launcher.diagnosis.wait_graph import Deadlock
     from ddpsafe._wire.messages import Collective, Raised, RankOutcome
 
-_MAX_MESSAGE: Final = 1_000
+_MAX_MESSAGE: Final = 500
+"""The whole text of an exception is at the end of its traceback."""
+_MAX_EXPLANATION: Final = 1_000
 _MAX_NATIVE_TEXT: Final = 400
 _LOG_MARGIN_S: Final = 60.0
 """The kernel's log is read from this long before the attempt: a GPU may fail before a rank notices."""
@@ -555,7 +557,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
     root, kind = cause.root, kind_of(raised)
     topic = find_topic(raised)
     advice = _BY_KIND.get(kind, _BY_KIND["user-error"]) if topic is None else _BY_TOPIC[topic]
-    text = raised.message
+    text = clip(raised.message, _MAX_MESSAGE)
     handled: list[str] = []
     if topic == "unfinished-reduction" and (
         handled := handled_errors(root, ended, or_others=False)
@@ -563,6 +565,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         advice = _SWALLOWED
     if raised.explanation is not None:  # an error of ddpsafe has its own advice
         text = "\n".join([raised.explanation.what, *raised.explanation.details])
+        text = clip(text, _MAX_EXPLANATION)
         advice = (raised.explanation.cause or advice[0], raised.explanation.fix or advice[1])
     details = [f"at {raised.where}"] if raised.where else []
     if not raised.final and root.stack and root.in_collective is False:
@@ -578,7 +581,7 @@ def _raised_error(ended: EndedAttempt, cause: RootCause, raised: Raised) -> Laun
         details += _gpus.read_errors(ended.ending.waited_s + _LOG_MARGIN_S)
     if raised.hidden_by:
         details.append(f"on top of it, in an except or a finally: {raised.hidden_by}")
-    quoted = f": {clip(text, _MAX_MESSAGE)}" if text else "."
+    quoted = f": {text}" if text else "."
     message = Explanation(
         f"{ended.name(root)} raised {raised.type_name} {ended.place(root, kind)}{quoted}",
         *advice,
