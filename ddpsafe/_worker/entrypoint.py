@@ -32,6 +32,7 @@ from ddpsafe._wire.exception_facts import (
     is_internal,
     line_of,
     point_to_point_in,
+    type_name_of,
 )
 from ddpsafe._wire.foreign_texts import find_kind
 from ddpsafe._wire.log_overflow import LogOverflow
@@ -450,7 +451,8 @@ def run_rank(spec: RankSpec, inheritance: Inheritance) -> NoReturn:
                 # the function does, and not of the end of the process group, which collects garbage too.
                 gc.collect()
             reporter.returned(value, stop_calls=launcher_line.calls.count)
-    except BaseException as exc:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
+    except BaseException as raised:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures
+        exc = _describable(raised)
         # Report first. Then what the script has left for its end runs, which the grace period limits; ddpsafe
         # itself calls no collective and no destroy on a failing path.
         try:
@@ -536,6 +538,19 @@ def _run_user_code(
     value = fn(spec.world.local_rank, *args, **kwargs)
     # mp.spawn drops the returned value too, so it need not be picklable.
     return value if isinstance(value, ScriptExit) else None
+
+
+def _describable(exc: BaseException) -> BaseException:
+    """Return the exception, or one that stands for it if its class breaks what each exception has."""
+    try:
+        is_out_of_memory(exc)
+        type_name_of(exc)
+        exc.with_traceback(exc.__traceback__)
+    except BaseException:  # noqa: BLE001 - the user's class may raise anything
+        name = type.__dict__["__qualname__"].__get__(type(exc))
+        tb = BaseException.__dict__["__traceback__"].__get__(exc)
+        return RuntimeError(f"{name}, whose class raises where it is described").with_traceback(tb)
+    return exc
 
 
 def _from_users_code(exc: BaseException) -> BaseException:

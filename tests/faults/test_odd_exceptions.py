@@ -19,7 +19,7 @@ NEEDS_GROUPS = pytest.mark.skipif(
 )
 
 
-@pytest.mark.full(but=["cannot-be-pickled", "base-exception"])
+@pytest.mark.full(but=["cannot-be-pickled", "base-exception", "no-attributes"])
 @pytest.mark.parametrize(
     ("fault", "travels_as", "text"),
     [
@@ -27,6 +27,10 @@ NEEDS_GROUPS = pytest.mark.skipif(
         pytest.param(programs.raise_keyword, None, "keyword code 7", id="cannot-be-built-again"),
         pytest.param(programs.raise_bomb, None, "bomb text", id="exits-where-it-is-built-again"),
         pytest.param(programs.raise_rude, programs.RudeError, "rude text", id="base-exception"),
+        pytest.param(
+            programs.raise_nameless, RuntimeError, "NamelessError", id="class-without-name"
+        ),
+        pytest.param(programs.raise_sealed, RuntimeError, "SealedError", id="no-attributes"),
         pytest.param(programs.raise_chained, ValueError, "second text", id="chained"),
         pytest.param(
             programs.raise_group, "ExceptionGroup", "both parts", id="group", marks=NEEDS_GROUPS

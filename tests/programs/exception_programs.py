@@ -148,6 +148,33 @@ def raise_rude(_folder: Path) -> NoReturn:
     raise RudeError(msg)
 
 
+class NamelessClass(type):
+    """A class of classes that have no name."""
+
+    __name__ = property(lambda _: 1 // 0)  # type: ignore[assignment]
+
+
+class NamelessError(Exception, metaclass=NamelessClass):
+    """An error whose class has no name."""
+
+
+class SealedError(Exception):
+    """An error of which no attribute can be read."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise KeyError(name)
+
+
+def raise_nameless(_folder: Path) -> NoReturn:
+    """Raise an error whose class has no name."""
+    raise NamelessError
+
+
+def raise_sealed(_folder: Path) -> NoReturn:
+    """Raise an error of which no attribute can be read."""
+    raise SealedError
+
+
 def raise_chained(_folder: Path) -> NoReturn:
     """Raise one error from another."""
     try:
