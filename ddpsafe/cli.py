@@ -121,7 +121,7 @@ TORCHRUN_NOTED: Final = {
     "--monitor-interval": "the exit of a rank is noticed at once",
     "--event-log-handler": "RUN_DIR has a report of each failed attempt",
     "--numa-binding": "ranks are not bound to cores; numactl can do that",
-    "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP and SIGUSR1 are handled",
+    "--signals-to-handle": "SIGINT, SIGTERM, SIGHUP, SIGQUIT and SIGUSR1 are handled",
     "--duplicate-stdout-filters": "RUN_DIR has the whole output of each rank",
     "--duplicate-stderr-filters": "RUN_DIR has the whole output of each rank",
     "--logs-specs": "RUN_DIR has the output of each rank",

@@ -292,7 +292,7 @@ class Rendezvous(Part):
     )
     signal_scope: Literal["auto", "job", "node"] = Field(
         default="auto",
-        description="What SIGTERM, SIGHUP or SIGUSR1 to the launcher of another node than node 0 "
+        description="What SIGTERM, SIGHUP, SIGQUIT or SIGUSR1 to the launcher of another node than node 0 "
         'means. "job": all nodes stop. "node": that node leaves once the ranks have saved, and the '
         "others start another attempt, as after its loss. "
         '"auto": "node" while at least min_nodes stay.',

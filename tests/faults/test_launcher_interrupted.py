@@ -1,4 +1,4 @@
-"""The launcher receives Ctrl-C, SIGTERM or SIGHUP, alone or with its whole terminal."""
+"""The launcher receives Ctrl-C, SIGTERM, SIGHUP or SIGQUIT, alone or with its whole terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fault_kit import (
 from machine import require_in_time
 
 
-@pytest.mark.full(but=["2-gil", "15-gloo"])
+@pytest.mark.full(but=["2-gil", "15-gloo", "3-python"])
 @pytest.mark.parametrize(
     ("signum", "how"),
     [
@@ -31,6 +31,7 @@ from machine import require_in_time
         (signal.SIGINT, "gil"),
         (signal.SIGTERM, "gloo"),
         (signal.SIGHUP, "python"),
+        (signal.SIGQUIT, "python"),
     ],
 )
 def test_a_signal_ends_the_ranks_and_then_the_launcher(
@@ -45,6 +46,7 @@ def test_a_signal_ends_the_ranks_and_then_the_launcher(
         require_in_time(time.monotonic() - sent_s, CRASH_S)
         assert run.code == -signum, run.err
         job.require_all_ended()
+    assert f"{signum.name}; no rank is left running" in run.err
     if signum == signal.SIGINT:
         assert run.err.rstrip().endswith("KeyboardInterrupt")
 

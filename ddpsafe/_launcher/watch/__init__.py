@@ -8,7 +8,7 @@ Each module imports only those before it::
     deadlock_watch  proofs of a deadlock, warnings of a long wait, answers to `ddpsafe status`
     streams         writes to the caller's streams, which never block
     screen          what a rank's output looks like on a terminal, and which lines are finished
-    signals         SIGINT, SIGTERM and SIGHUP as events of the wait
+    signals         SIGINT, SIGTERM, SIGHUP and SIGQUIT as events of the wait
     console         the output of the ranks, on the caller's console
     preemption      a request to stop, agreed by all ranks
     supervisor      the one wait loop, and why it ended

@@ -23,7 +23,7 @@ class StopRequest:
     """The request to stop in one attempt, sent to the launcher or to one of the ranks.
 
     The ranks get the time to stop only if one of them has called `stop_requested` at least once. A
-    script that never calls it is ended as soon as the launcher receives SIGTERM or SIGHUP.
+    script that never calls it is ended as soon as the launcher receives SIGTERM, SIGHUP or SIGQUIT.
 
     Attributes:
         limit: How long ranks may take to save and return.

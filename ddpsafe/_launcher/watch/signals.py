@@ -22,6 +22,7 @@ _TAKEN: Final = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGQUIT: signal.SIG_DFL,  # Ctrl-\, after which the kernel may write a core file, as without ddpsafe
     signal.SIGUSR1: signal.SIG_DFL,
 }
 # One request that is sent to a process group, and forwarded by a wrapper, arrives twice.
