@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
@@ -46,7 +46,6 @@ _PROBES: Final = 64
 _PROBES_BESIDE_PATHS: Final = 16
 # Decoders of two hosts may differ in the last bit of a pixel; labels and masks are small or integers.
 _COMPARED_VALUES: Final = 1_024
-_SAMPLERS_BY_NUMBER: Final = ("torch", "ddpsafe")
 
 
 def sorted_files(
@@ -139,18 +138,20 @@ class DatasetView:
 
 
 def _count_items(dataset: Any) -> int | None:
-    """Return how many items a dataset has; ``None`` for a stream, whose length may be that of a rank's share."""
-    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-    return None if is_stream or not hasattr(dataset, "__len__") else len(dataset)
+    """Return how many items can be read by number; ``None`` for a stream, whose length may be that of a share."""
+    read = getattr(type(dataset), "__getitem__", None)
+    if read in {None, Dataset.__getitem__} or not hasattr(dataset, "__len__"):
+        return None
+    return len(dataset)
 
 
 def views_of(
-    dataset: Any, key: Callable[[int], object] | None, *, by_number: bool = True
+    dataset: Any, key: Callable[[int], object] | None, *, reads_items: bool = True
 ) -> list[DatasetView]:
     """Choose what identifies a dataset: `key`, its own fingerprint, its paths, or probes.
 
     Some items are viewed beside the paths, unless they are random. Of large arrays of floats or bytes
-    only shape and dtype count. Without `by_number`, a sampler of the user's may give other keys than numbers.
+    only shape and dtype count. Without `reads_items`, the length counts instead of items.
     """
     length = _count_items(dataset)
     # A class of the script has two names: in a spawned process, the script's module is __mp_main__.
@@ -166,7 +167,7 @@ def views_of(
     by_paths = _view_paths(dataset, length, f"{name} by its paths")
     if by_paths is not None:
         paths, root = by_paths
-        if not length:
+        if not (length and reads_items):
             return [paths]
         items = _view_items(
             dataset,
@@ -175,12 +176,11 @@ def views_of(
             _PROBES_BESIDE_PATHS,
             # A sample may hold paths, and hosts may mount the data in different places.
             lambda sample: text_of(sample, _coarse_content).replace(root, ""),
-            by_number=by_number,
         )
         return [paths] if items is None else [paths, items]
     if length is None:
         return [DatasetView(length, name)]
-    items = _view_items(dataset, name, "probes", _PROBES, stable_text, by_number=by_number)
+    items = _view_items(dataset, name, "probes", _PROBES, stable_text) if reads_items else None
     return [items or DatasetView(length, f"{name} by its length, as its items cannot be compared")]
 
 
@@ -197,6 +197,8 @@ def _view_paths(dataset: Any, length: int | None, kind: str) -> tuple[DatasetVie
     # Hosts may mount the data in different places: only the path below the root is compared.
     root = getattr(dataset, "root", None)
     if not isinstance(root, str | os.PathLike):
+        root = ""  # files of a stream may be divided by folder
+    if not root and length is not None:
         root = os.path.commonpath([os.path.dirname(_path_of(entry)) for entry in listing] or [""])  # noqa: PTH120 - for a million paths; Path is 20 times slower
     prefix = os.path.join(os.fspath(root), "")  # noqa: PTH118 - as above
 
@@ -216,15 +218,9 @@ def _path_of(entry: Any) -> str:
 
 
 def _view_items(
-    dataset: Any,
-    name: str,
-    unit: str,
-    count: int,
-    text: Callable[[Any], str],
-    *,
-    by_number: bool,
+    dataset: Any, name: str, unit: str, count: int, text: Callable[[Any], str]
 ) -> DatasetView | None:
-    """View some items, evenly spread; ``None`` if they are random or have other keys than numbers.
+    """View some items, evenly spread; ``None`` if they are random, and so do not identify a dataset.
 
     `unit` is what several items are called; `text` is the same for equal items on every host.
     """
@@ -253,13 +249,8 @@ def _view_items(
             for value in values
         ]
 
-    try:
-        # A dataset that draws from its own generator gives another item each time.
-        if indices and item(indices[0]) != item(indices[0]):
-            return None
-    except Exception:
-        if by_number:
-            raise
+    # A dataset that draws from its own generator gives another item each time.
+    if indices and item(indices[0]) != item(indices[0]):
         return None
     return DatasetView(length, f"{name} by {len(indices)} {unit}", indices, item, parts)
 
@@ -354,12 +345,9 @@ def check_dataset_of(loader: TorchDataLoader[Any]) -> str:
     Returns the dataset's fingerprint, as `check_dataset_consistency` does.
     """
     method = start_method_of(loader.multiprocessing_context) if loader.num_workers else None
-    # A multi-scale sampler gives pairs of an index and a size, for one.
-    is_own = any(
-        type(each).__module__.partition(".")[0] not in _SAMPLERS_BY_NUMBER
-        for each in samplers_of(loader)
-    )
-    reading = _Reading(loader.dataset, by_number=not is_own)
+    # A sampler of the user's may give other keys, such as pairs of an index and a size.
+    modules = {type(each).__module__.partition(".")[0] for each in samplers_of(loader)}
+    reading = _Reading(loader.dataset, by_number=modules <= {"torch", "ddpsafe"})
     return compare_datasets(reading, loader_facts(loader), start_method=method)
 
 
@@ -372,9 +360,13 @@ def compare_datasets(
     """
     report, error = reading.report(start_method)
     report["facts"] = {name: repr(value) for name, value in facts.items()}
+    report["by_number"] = reading.by_number
     reports = gather_json(report)
     broken = [rank for rank, report in enumerate(reports) if report["error"]]
     if len(broken) == len(reports) and error is not None:
+        if not all(each["by_number"] for each in reports):
+            without_items = _Reading(reading.dataset, reads_items=False)
+            return compare_datasets(without_items, facts, start_method=None)
         raise error  # all ranks failed, so the dataset itself is broken
     if broken:
         raise _inconsistent(
@@ -403,13 +395,17 @@ def compare_datasets(
     for place in range(min(len(entry["views"]) for entry in reports)):
         if len({entry["views"][place]["fingerprint"] for entry in reports}) > 1:
             described = [{**entry["views"][place], "length": entry["length"]} for entry in reports]
-            # The job ends here, so this process may read what a worker has read before.
+            # The job ends here, or nothing is read: this process may look at what a worker has seen before.
             view = reading.views()[place]
             digests = [rows.numpy() for rows in gather_rows(view.digests())]
             lists = {tuple(map(bytes, rows)) for rows in digests}
             files = {file for each in lists for file in each}
             # The ranks may have divided the files of a stream, and some may share a part.
-            if view.length is not None or len(files) < sum(map(len, lists)):
+            lists_files = all(each["length"] is None and each["by_paths"] for each in described)
+            is_one_kind = len({each["kind"] for each in described}) == 1
+            if not (
+                lists_files and is_one_kind and len(files) == sum(len(set(each)) for each in lists)
+            ):
                 raise _unequal_data(reading.dataset, view, described, digests)
             fingerprint = hashlib.blake2b(b"".join(sorted(files)), digest_size=16).hexdigest()
     return fingerprint
@@ -460,10 +456,15 @@ class _Reading(Dataset[Any]):
     """What is read of a dataset, as the only item of another one, so that a DataLoader worker can read it."""
 
     def __init__(
-        self, dataset: Any, key: Callable[[int], object] | None = None, *, by_number: bool = True
+        self,
+        dataset: Any,
+        key: Callable[[int], object] | None = None,
+        *,
+        by_number: bool = True,
+        reads_items: bool = True,
     ) -> None:
-        self.dataset = dataset
-        self._key, self._by_number = key, by_number
+        self.dataset, self.by_number = dataset, by_number
+        self._key, self._reads_items = key, reads_items
 
     def __len__(self) -> int:
         return 1
@@ -485,7 +486,7 @@ class _Reading(Dataset[Any]):
         return {"error": None, "length": views[0].length, "views": described}, None
 
     def views(self) -> list[DatasetView]:
-        return views_of(self.dataset, self._key, by_number=self._by_number)
+        return views_of(self.dataset, self._key, reads_items=self._reads_items)
 
     def report(self, start_method: str | None) -> tuple[dict[str, Any], Exception | None]:
         """Read in a worker, or in this process; return an exception instead of raising it."""

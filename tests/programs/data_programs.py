@@ -355,6 +355,14 @@ class Shards(IterableDataset[str]):
         return iter(self.files)
 
 
+class Versioned(Shards):
+    """One with a fingerprint."""
+
+    def fingerprint(self) -> str:
+        """Return the version."""
+        return self.files[0]
+
+
 class SizedShards(Shards):
     """One that knows its length."""
 
@@ -366,14 +374,23 @@ def consistency_of_streams(ctx: ddpsafe.RankContext) -> dict[str, Any]:
     """Check streams; return each error, or the fingerprint."""
     files = [f"shard-{i}.tar" for i in range(10)]
     share = files[ctx.rank :: ctx.world_size]
+    chain = torch.utils.data.ChainDataset
     streams = {
         "whole": SizedShards(files),
         "divided": Shards(share),
         "divided, with a length": SizedShards(share),
         "divided in groups": Shards(files[ctx.rank // 2 :: 2]),
-        "chain": torch.utils.data.ChainDataset([Shards(share), Shards(share)]),
-        "chain with a length": torch.utils.data.ChainDataset([SizedShards(share)]),
+        "divided by folder": Shards([f"/data/{ctx.rank}/{i}.tar" for i in range(3 + ctx.rank)]),
+        "divided, some twice": Shards(share + share[:1]),
+        "chain": chain([Shards(share), Shards(share)]),
+        "chain with a length": chain([SizedShards(share)]),
+    }
+    streams |= {
         "reversed": Shards(files[:: -1 if ctx.rank else 1]),
+        "no files": Shards([] if ctx.rank else files),
+        "other classes": chain([]) if ctx.rank else Shards([]),
+        "other versions": Versioned([f"v{ctx.rank}"]),
+        "no stream": Numbers(10) if ctx.rank else Shards(files),
     }
     found: dict[str, Any] = {}
     for kind, stream in streams.items():
@@ -382,6 +399,20 @@ def consistency_of_streams(ctx: ddpsafe.RankContext) -> dict[str, Any]:
         except data.errors.DatasetInconsistencyError as error:  # noqa: PERF203 - one for each
             found[kind] = (str(error), error.ranks, error.index)
     return found
+
+
+def broken_beside_own_sampler(ctx: ddpsafe.RankContext) -> str:
+    """Make a loader with a sampler of the user's, while rank 1 cannot read; return the error."""
+
+    class OwnSampler(torch.utils.data.DistributedSampler[Any]):
+        pass
+
+    dataset = Permuted(10, "raise", 1)
+    try:
+        ctx.loader(dataset, batch_size=2, sampler=OwnSampler(dataset))
+    except data.errors.DatasetInconsistencyError as error:
+        return str(error)
+    return ""
 
 
 def refused_pictures(ctx: ddpsafe.RankContext) -> None:

@@ -832,7 +832,7 @@ def _calls_of(cause: RootCause) -> list[str]:
     return ["the calls that differ:", *(f"| {line}" for line in lines)]
 
 
-_SHOWN_SIDES: Final = 3
+_SHOWN_SIDES: Final = 4
 
 
 def _mismatch_error(
@@ -897,14 +897,15 @@ def _mismatch_error(
         behaviour = CONCLUSIONS["mismatch"].behaviour
         behaviour = "made another call than the others" if is_own_wait else behaviour
     clauses: list[str] = []
-    for side in odd[:_SHOWN_SIDES]:
+    shown = odd if len(odd) <= _SHOWN_SIDES else odd[: _SHOWN_SIDES - 1]
+    for side in shown:
         call = called_by[side[0].rank]
         who = ended.name(side[0]) if len(side) == 1 else ended.names(out.rank for out in side)
         unlike = ", unlike the others," if has_majority and not behaviour and not clauses else ""
         did = behaviour or what_differs(call)
         clauses.append(f"{who}{unlike} {did}{_is_at(ended, side[0], call)}")
-    if len(odd) > _SHOWN_SIDES:
-        clauses.append(f"{sum(map(len, odd[_SHOWN_SIDES:]))} more ranks differ from these")
+    if len(odd) > len(shown):
+        clauses.append(f"{sum(map(len, odd[len(shown) :]))} more ranks differ from these")
     missing = [out for side in odd for out in side]
     if len(missing) == 1:
         clauses[0] += f", on {root.hostname}"
