@@ -386,7 +386,7 @@ def read_position(*, asks_events: bool) -> Position:
             collectives=collectives,
             arrivals=arrivals,
             point_to_point=point_to_point_in(frame),
-            done=None if waits is None else waits.known,
+            done={} if waits is None else waits.known,  # without any, it has done nothing
         )
         callers = {call.thread_id for call in collectives}
         if callers <= {0, main} and not (waits and waits.now):

@@ -121,6 +121,20 @@ for step in range(5):
 
 @pytest.mark.full
 @pytest.mark.recorder
+def test_a_rank_that_leaves_before_torch_is_imported_is_named_at_once(tmp_path: Path) -> None:
+    """It has done nothing that the others wait for, which is known."""
+    source = (
+        "import os, sys, ddpsafe\nif os.environ['RANK'] == '1':\n    sys.exit(0)\nddpsafe.setup()\n"
+    )
+    scripts.write(tmp_path, "train.py", source)
+    done = run(tmp_path, "--nproc-per-node", "2", "--run-dir", "run", "train.py")
+    assert done.code == 1
+    assert "RankLeftEarlyError: rank 1 (world_size 2) returned early" in done.err
+    assert "this is a deadlock" in done.err
+
+
+@pytest.mark.full
+@pytest.mark.recorder
 @pytest.mark.parametrize("end", ["sys.exit(0)", "os._exit(0)"])
 def test_an_early_exit_with_0_is_reported_with_its_line(tmp_path: Path, end: str) -> None:
     """The other ranks still wait for that rank, so its exit is the failure despite its status."""
