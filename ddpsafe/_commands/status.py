@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import time
 from dataclasses import asdict
 from operator import itemgetter
@@ -17,7 +18,7 @@ import psutil
 
 from ddpsafe import _gpus
 from ddpsafe._commands import openmetrics
-from ddpsafe._launcher.watch.status_socket import ask
+from ddpsafe._launcher.watch.status_socket import SOCKET, ask
 from ddpsafe._text import printable, wrapped
 from ddpsafe.cli import HEALTHY, UNHEALTHY, on_terminal, say
 
@@ -40,7 +41,7 @@ def show_status(options: argparse.Namespace) -> int:
     try:
         while True:
             folders = [Path(options.run_dir)] if options.run_dir is not None else find_run_dirs()
-            launches = [_read(folder, stacks=options.stacks) for folder in folders]
+            launches = [_read_any(folder, stacks=options.stacks) for folder in folders]
             # Between two attempts a launch has no socket, so it looks ended while ranks exit.
             if options.run_dir is None:
                 launches = [launch for launch in launches if launch["state"] != "ended"]
@@ -73,6 +74,16 @@ def find_run_dirs() -> list[Path]:
             if match is not None:
                 run_dirs.add(Path(match["run"]))
     return sorted(run_dirs)
+
+
+def _read_any(folder: Path, *, stacks: bool) -> Facts:
+    """Return the facts from a launcher in a run directory, of which there is one for each node on this host."""
+    facts = _read(folder, stacks=stacks)
+    # On a shared disk, a launcher of another host cannot be reached.
+    for path in sorted(folder.glob(f"node-*{socket.gethostname()}/{SOCKET}")):
+        if facts["state"] != "running":
+            facts = _read(path.parent, stacks=stacks)
+    return facts
 
 
 def _read(folder: Path, *, stacks: bool) -> Facts:

@@ -44,6 +44,7 @@ class RunDirectory:
     """The run directory of a launch.
 
     Attributes:
+        logs_below: The folder of this launcher in it, with its attempts: the directory itself on one node.
         is_ours: Whether ddpsafe made it in the system's temporary directory.
         owner_uid: The owner of new files in it: this user, unless the file system gives all files
             another owner.
@@ -54,7 +55,7 @@ class RunDirectory:
         self, path: Path, *, is_ours: bool, owner_uid: int, logs_below: Path | None = None
     ) -> None:
         self.path = path
-        self._logs_below = logs_below or path
+        self.logs_below = logs_below or path
         self.is_ours = is_ours
         self.owner_uid = owner_uid
         self.holds_failure = False
@@ -65,7 +66,7 @@ class RunDirectory:
         Raises:
             PreflightError: It cannot be made, or something else is in its place.
         """
-        path = self._logs_below / f"attempt-{number}"
+        path = self.logs_below / f"attempt-{number}"
         try:
             # A cleaner of temporary files may have removed it since the last attempt.
             path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -78,7 +79,7 @@ class RunDirectory:
 
     def set_attempts_aside(self) -> None:
         """Move the folders of all attempts: those that follow are counted from 1 again."""
-        _set_aside(self._logs_below)
+        _set_aside(self.logs_below)
 
     def logs(
         self,
@@ -90,7 +91,7 @@ class RunDirectory:
         tag_columns: int = 0,
     ) -> LogFiles:
         """Name the files of one rank in one attempt; see `LogFiles`."""
-        stem = str(self._logs_below / f"attempt-{number}" / f"rank-{world.rank}")
+        stem = str(self.logs_below / f"attempt-{number}" / f"rank-{world.rank}")
         return LogFiles(
             stdout=f"{stem}.out",
             stderr=f"{stem}.err",
@@ -118,19 +119,19 @@ class RunDirectory:
     def report(self, number: int, error: LaunchError, *, is_kept: bool = True) -> None:
         """Write the report of a failed attempt next to its logs, unless the disk fails."""
         self.holds_failure |= is_kept
-        folder = self._logs_below / f"attempt-{number}"
+        folder = self.logs_below / f"attempt-{number}"
         if not folder.exists():
             error.add_details(f"{folder} was removed while the ranks ran, and their logs with it")
             return
         with contextlib.suppress(OSError):
             write_report(error, folder)
-            write_page(self._logs_below)
+            write_page(self.logs_below)
 
     def note_end(self, number: int, outcomes: Mapping[int, RankOutcome]) -> None:
         """Write the ranks' times of an attempt without a failure, if the directory is the user's."""
         if not self.is_ours:
             with contextlib.suppress(OSError):
-                write_ranks(outcomes, self._logs_below / f"attempt-{number}")
+                write_ranks(outcomes, self.logs_below / f"attempt-{number}")
 
     @property
     def is_kept(self) -> bool:

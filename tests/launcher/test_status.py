@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import select
+import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import hang_programs as programs
 import pytest
 import scripts
 from fault_kit import World
+from forked_ranks import free_port
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from ddpsafe._commands import openmetrics, status
@@ -52,6 +54,35 @@ def test_all_ranks_are_shown_while_one_cannot_answer(tmp_path: Path, how: str) -
     assert metrics["ddpsafe_launch_ranks"] == {("",): 2}
     assert metrics["ddpsafe_rank_steps_total"] == {("0",): 3, ("1",): 3}
     assert metrics["ddpsafe_rank_memory_bytes"]["0",] > 1 << 20
+
+
+@pytest.mark.full
+def test_nodes_that_share_a_run_directory_are_found_in_it_and_without_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two launchers on one host stand for two nodes; each listens beside its own logs."""
+    waits = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n"
+    script = scripts.write(tmp_path, "train.py", waits)
+    run_dir, end = tmp_path / "shared", tmp_path / "end"
+    nodes = ["--nnodes", "2", "--rdzv-endpoint", f"{socket.gethostname()}:{free_port()}"]
+    command = ["-m", "ddpsafe", "run", *nodes, "--rdzv-id", "7", "--run-dir", str(run_dir)]
+    launchers = [
+        scripts.Script([*command, "--node-rank", rank, str(script), str(end)], folder=tmp_path)
+        for rank in "01"
+    ]
+
+    def states(*folder: str) -> set[str]:
+        main(["status", "--json", *folder])
+        launches = json.loads(capsys.readouterr().out)["launches"]
+        return {each["state"] for each in launches if each["run_dir"] == str(run_dir)}
+
+    scripts.wait_until(lambda: len([*run_dir.glob(f"node-*/{SOCKET}")]) == 2)
+    scripts.wait_until(lambda: states() == states(str(run_dir)) == {"running"})
+    os.kill(launchers[0].pid, signal.SIGSTOP)
+    assert states(str(run_dir)) == {"running"}
+    os.kill(launchers[0].pid, signal.SIGCONT)
+    end.touch()
+    assert [each.end().code for each in launchers] == [0, 0]
 
 
 def parsed(text: str) -> dict[str, dict[tuple[str], float]]:

@@ -280,7 +280,7 @@ def test_the_status_on_any_node_shows_the_ranks_of_all(network: Network, tmp_pat
         (socket,) = tmp_path.glob(f"run-job-{node}/**/status.sock")
         for stacks in (False, True):
             facts = status_in_the_script(socket.parent, stacks=stacks)
-            assert facts["run_dir"] == str(socket.parent)
+            assert facts["run_dir"] == str(socket.parent.parent)
             assert facts["world_size"] == 3
             hosts = [each["hostname"] for each in facts["ranks"]]
             assert hosts == ["h0", "h0", "h1"]

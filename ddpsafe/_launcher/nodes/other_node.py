@@ -135,7 +135,7 @@ class Participant:
                 limit = plan.config.timeouts.attempt
                 with (
                     open_console(processes, plan.console, inbox=self._inbox, limit=limit),
-                    contextlib.closing(StatusSocket(self._directory.path)) as self._status,
+                    contextlib.closing(StatusSocket(self._directory.logs_below)) as self._status,
                 ):
                     self._watch(processes)
                     unfinished: dict[int, str] = {}

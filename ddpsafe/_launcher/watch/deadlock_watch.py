@@ -393,7 +393,9 @@ class LiveWatch:
         self.longest_s = 0.0
         # Of the last looks: when, and how many steps each rank had made.
         self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=_RATE_LOOKS)
-        self._socket = StatusSocket(Path(processes[0].spec.run_dir)) if processes else None
+        # Beside the attempts of this launcher: the nodes of a job may share the run directory.
+        logs = [Path(process.spec.logs.stderr) for process in processes]
+        self._socket = StatusSocket(logs[0].parent.parent) if processes else None
         self._requests = [*requests, *([] if self._socket is None else [self._socket])]
         self._wants_stacks = False
 
