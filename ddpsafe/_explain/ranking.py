@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -57,6 +58,8 @@ _NONE_FAILED: Final = (
     " No rank of this log failed by itself: the other one ended without an error (it left its loop"
     " early, or called sys.exit or os._exit), or its log is not here."
 )
+_OFTEN_HANDLED: Final = frozenset({"DS-DATA-path", "DS-ENV-module"})
+"""What scripts look for without needing it. Of other chains the first exception counts: the next ones may be those of cleanup."""
 _FLIGHT: Final = "DS-FLIGHT-"
 _UNUSED: Final = ("DS-DDP-unused", "DS-DDP-outputs-unused")
 _NAMES_ONE_RANK: Final = ("cause", "exception", "end", "exit")
@@ -91,9 +94,6 @@ class Cause:
         is_retried: Whether its programs said that they try again.
         is_wrapper: Whether it only re-raises another process's exception, which may follow.
         is_taken_back: Whether a later line showed that it was over.
-        ends: How many tracebacks end with it, and not with an exception raised while it was handled.
-        replaced_by: The code of the cause that comes before it: it was raised while this one was handled, or
-            led to it. Empty if there is none.
     """
 
     code: str
@@ -112,8 +112,6 @@ class Cause:
     is_retried: bool = False
     is_wrapper: bool = False
     is_taken_back: bool = False
-    ends: int = 0
-    replaced_by: str = ""
 
     @property
     def ended_job(self) -> bool:
@@ -179,10 +177,11 @@ class Findings:
         self._lone: Cause | None = None  # the script's own exception, without a traceback
         self._logged: Cause | None = None
         self._asserted: dict[int | None, str] = {}  # the last `assert` line of each rank
-        # By rank: the cause of its last traceback and the line with the exception; then that of the one before
-        # in a chain, with whether the next one is raised while that is handled (else it is raised from it).
-        self._raised: dict[int | None, tuple[Cause, str]] = {}
-        self._chained: dict[int | None, tuple[Cause, str, bool]] = {}
+        # By rank: the code of its last exception and the line with it; then that line of the one before in
+        # a chain, and whether the next one is raised while that is handled (else it is raised from it).
+        self._raised: dict[int | None, tuple[str, tuple[int, str]]] = {}
+        self._chained: dict[int | None, tuple[tuple[int, str], bool]] = {}
+        self._unhandled: Counter[str] = Counter()  # by code: exceptions that were not handled
         self._knows_original = False
         self._report: Mapping[str, Any] | None = None
         self._root_rank: int | None = None
@@ -277,9 +276,10 @@ class Findings:
         known = self._causes.get(_USER)
         if traceback is None and (known is None or known.is_wrapper):
             known = self._lone
-        before, text_before, is_handling = self._chained.get(line.rank, (None, "", False))
+        before, is_handling = self._chained.get(line.rank, ((0, ""), False))
+        is_exit = is_handling and raised["type"] == "SystemExit"
         # Whether it belongs to the very exception that is known, and not to that of another rank.
-        is_next = known is not None and (before, text_before) == (known, known.evidence[0][1])
+        is_next = known is not None and before == known.evidence[0] and not is_exit
         if known is not None and not known.is_wrapper and not (is_next and is_handling):
             if is_next and line.body not in known.cause:
                 known.cause += f" It was raised again as {line.body[:_MAX_QUOTED_CHARS]}."
@@ -300,9 +300,9 @@ class Findings:
             worker = self._catalogue.of_code[_WORKER_RAISED]
             what, fix = worker.cause.removesuffix("."), worker.fix
         cause = _user_error(f"{what}{text}{place}.", fix, line.rank, line.number, line.body)
-        if is_next:
-            cause.cause += f" It was raised while {text_before[:_MAX_QUOTED_CHARS]} was handled."
-        cause.level = "end" if traceback is None else "exception"
+        if is_handling:
+            cause.cause += f" It was raised while {before[1][:_MAX_QUOTED_CHARS]} was handled."
+        cause.level = "end" if traceback is None else "exit" if is_exit else "exception"
         # One that a program logs or quotes counts only if the run makes no progress after it.
         cause.is_warning, cause.is_wrapper = is_logged and traceback is None, is_wrapper
         if traceback is None:
@@ -314,20 +314,16 @@ class Findings:
     def note_chain(self, rank: int | None, *, is_handling: bool) -> None:
         """Note that the next traceback of a rank continues the chain of its last one."""
         if rank in self._raised:
-            before, text = self._raised.pop(rank)
-            before.ends -= 1
-            self._chained[rank] = (before, text, is_handling)
+            code, raised = self._raised.pop(rank)
+            self._unhandled[code] -= is_handling
+            self._chained[rank] = (raised, is_handling)
 
     def note_raised(self, cause: Cause, line: Line) -> None:
         """Note the cause of the exception that ends a traceback."""
-        cause.ends += 1
-        text = line.body[:_MAX_EVIDENCE_CHARS]
-        before, first, is_handling = self._chained.pop(line.rank, (cause, text, False))
-        is_again = cause is before and not is_handling
-        self._raised[line.rank] = (cause, first if is_again else text)
-        # A handler that loses another rank, or waits for it, does so whatever it handles.
-        if is_handling and cause.code != before.code and cause.level in ("cause", "exception"):
-            before.replaced_by = cause.code
+        self._unhandled[cause.code] += 1
+        here = (line.number, line.body[:_MAX_EVIDENCE_CHARS])
+        before, is_handling = self._chained.pop(line.rank, (here, False))
+        self._raised[line.rank] = (cause.code, here if is_handling else before)
 
     def note_logged(self, line: Line) -> None:
         """Record what a logger calls an error, in case the log has nothing else."""
@@ -414,12 +410,9 @@ class Findings:
                 by_code.setdefault(cause.code, cause)
         _lower_what_ended_nothing(by_code.values(), tail)
         self._excuse_exits(by_code)
-        for cause in by_code.values():
-            # What its program handled comes after what was raised meanwhile.
-            if cause.ends > 0 or cause.replaced_by not in by_code:
-                cause.replaced_by = ""
-            elif LEVELS[cause.level] < LEVELS[by_code[cause.replaced_by].level]:
-                cause.level = by_code[cause.replaced_by].level
+        for code in _OFTEN_HANDLED & by_code.keys():
+            if self._unhandled.get(code) == 0 and by_code[code].level == "cause":
+                by_code[code].level = "end"  # the script's own exception comes first
         self._timeouts.describe(by_code)
         for code in by_code.keys() & set(_UNUSED):
             by_code[code].cause += self._unused
@@ -445,8 +438,7 @@ class Findings:
         levels = {cause.level for cause in causes.values()}
         if _LOST in causes and exits and is_excused and levels <= {"exit", "peer", "noise"}:
             causes[_LOST].cause += _NONE_FAILED
-            for cause in exits:
-                cause.replaced_by = _LOST
+            causes[_LOST].level = "likely"
 
     def _without_general(self, ranked: list[Cause]) -> list[Cause]:
         """Leave out causes that add nothing to a more specific one."""
@@ -571,7 +563,6 @@ def is_passed_on(raised: re.Match[str] | None) -> bool:
     return raised is not None and _CAUGHT_IN_WORKER.match(raised["text"] or "") is not None
 
 
-def _order(cause: Cause) -> tuple[int, bool, bool, int]:
+def _order(cause: Cause) -> tuple[int, bool, int]:
     is_recorded = cause.code == _REPORT or cause.code.startswith(_FLIGHT)
-    line = cause.evidence[0][0] if cause.evidence else 0
-    return LEVELS[cause.level], cause.replaced_by != "", not is_recorded, line
+    return LEVELS[cause.level], not is_recorded, cause.evidence[0][0] if cause.evidence else 0

@@ -259,6 +259,7 @@ SPAWNED: Final = (
 )
 HANDLING: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
 CAUSING: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
+OOM: Final = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 NO_FILE: Final = "FileNotFoundError: [Errno 2] No such file or directory: 'last.pt'"
 
 
@@ -406,6 +407,19 @@ ROWS: Final[dict[str, tuple[str, str, int | None, str]]] = {
     "an exception from a known one": (chain(NO_FILE, CAUSING, "ValueError: no lr"), "DATA-path USER-exception", None, ""),
     "an exception in the handler of both": (chain("KeyError: 'lr'", CAUSING, "ValueError: no lr", HANDLING, "OddError: 7"),
         "USER-exception", None, "raised OddError: 7 at"),
+    "a module that is optional": (chain("ModuleNotFoundError: No module named 'einops'", HANDLING, "ValueError: label 7"),
+        "USER-exception ENV-module", None, "It was raised while ModuleNotFoundError: No module named 'einops' was handled."),
+    **{f"cleanup after a known failure, {number}": (chain(*exceptions), codes, None, "")
+        for number, (codes, *exceptions) in enumerate((
+            ("CUDA-oom USER-exception", OOM, HANDLING, "AttributeError: 'NoneType' object has no attribute 'finish'"),
+            ("CUDA-oom USER-exception", OOM, HANDLING, "KeyError: 'model'", CAUSING, "RuntimeError: could not save"),
+            ("CUDA-oom CKPT-disk-full", OOM, HANDLING, "RuntimeError: [enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0"),
+            ("DISK-full DATA-path", "OSError: [Errno 28] No space left on device", HANDLING, NO_FILE),
+            ("CUDA-oom DATA-path", NO_FILE, HANDLING, OOM),
+            ("DATA-path USER-exception", NO_FILE, HANDLING, "SystemExit: 1"),
+        ))},
+    "an exit after an exception": (chain("AssertionError: loss is nan", HANDLING, "SystemExit: 1"), "USER-exception", None,
+        "raised AssertionError: loss is nan at /w/train.py:4 in load."),
     "a rank that ended early, without an error": (of_ranks(1, LOST) + ended_with(1, 0), "PEER-lost END-exit-code", 0,
         "No rank of this log failed by itself: the other one ended without an error"),
     "and the other seven": (of_ranks(7, LOST) + ended_with(1, 6), "PEER-lost END-exit-code", None, "without an error"),
