@@ -221,7 +221,7 @@ def _naming_output() -> Iterator[None]:
 def _discard_outputs() -> None:
     """Discard what could not be written: Python would flush it at exit, and print an error about it."""
     devnull = os.open(os.devnull, os.O_WRONLY)
-    for output in (sys.stdout, sys.stderr):
+    for output in filter(None, (sys.stdout, sys.stderr)):  # None: it is closed
         os.dup2(devnull, output.fileno())
     os.close(devnull)
 

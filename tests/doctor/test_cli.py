@@ -93,6 +93,7 @@ def test_a_reader_that_closed_the_pipe_causes_no_traceback(
         ),
         ("config --json > /dev/full 2>&1", 2, ""),
         ("no-such-command 2> /dev/full", 2, ""),
+        ("no-such-command 2> /dev/full >&-", 2, ""),
         ("config >&-", 0, ""),
     ],
 )
