@@ -63,7 +63,7 @@ _NAMES_ELSEWHERE: Final[dict[str, dict[str, str]]] = {
             "max_restarts restarts max_retries retries num_retries max_failures"
         ),
         'retry={{"attempts": {value}}}': "attempts max_attempts",
-        "run_dir={value}": "run_directory log_dir logdir logs_dir log_folder output_dir log_path",
+        "run_dir={value}": "log_dir logdir logs_dir log_folder output_dir log_path",
         'console="all", "tagged", "json", "rank-zero" or "none"': (
             "tee redirects verbose quiet local_ranks_filter log_line_prefix"
         ),
@@ -291,24 +291,17 @@ def _write(detail: ErrorDetails, model: type[BaseModel]) -> tuple[str, bool]:
 
 def suggest_field(name: object, value: object, model: type[BaseModel]) -> tuple[str, bool]:
     """Return what to write instead of a field that does not exist, and whether it is a guess."""
-    if (known := suggest_name_elsewhere(name, value, model)) is not None:
-        return known, True
+    word, known = str(name).casefold().strip("_-"), _NAMES_ELSEWHERE.get(model.__name__, {})
+    template = next((text for text, words in known.items() if word in words.split()), None)
+    # torch's "timeout" is one duration; a table under that name is a misspelling of "timeouts".
+    if template is not None and not (isinstance(value, (Mapping, Part)) and "{{" in template):
+        is_count = isinstance(value, int) and not isinstance(value, bool)
+        one_more = show(int(value) + 1) if is_count else "3"  # type: ignore[call-overload] # is_count
+        return template.format(value=show_at([str(name)], value), one_more=one_more), True
     near = find_near(name, model.model_fields)
     if near is not None:
         return repr(near), True
     return f"one of the fields of {model.__name__}: {', '.join(model.model_fields)}", False
-
-
-def suggest_name_elsewhere(name: object, value: object, model: type[BaseModel]) -> str | None:
-    """Return what to write instead of a name that other launchers have for a field, if it is one."""
-    word, known = str(name).casefold().strip("_-"), _NAMES_ELSEWHERE.get(model.__name__, {})
-    template = next((text for text, words in known.items() if word in words.split()), None)
-    # torch's "timeout" is one duration; a table under that name is a misspelling of "timeouts".
-    if template is None or (isinstance(value, (Mapping, Part)) and "{{" in template):
-        return None
-    is_count = isinstance(value, int) and not isinstance(value, bool)
-    one_more = show(int(value) + 1) if is_count else "3"  # type: ignore[call-overload] # is_count
-    return template.format(value=show_at([str(name)], value), one_more=one_more)
 
 
 def unknown_field(name: str, value: object, model: type[BaseModel]) -> ConfigProblem:

@@ -11,17 +11,11 @@ import stat
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn, get_origin
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from pydantic_settings import EnvSettingsSource
 
-from ddpsafe._config.problems import (
-    find_near,
-    raise_config_error,
-    show,
-    show_at,
-    suggest_name_elsewhere,
-)
+from ddpsafe._config.problems import find_near, raise_config_error, show, show_at
 from ddpsafe._errors import ConfigProblem
 from ddpsafe._host import is_owner_trusted, others_may_write
 from ddpsafe._logging import get_logger
@@ -41,6 +35,19 @@ PREFIX: Final = "DDPSAFE_"
 DELIMITER: Final = "__"
 _EXPLAIN: Final = "explain"
 _ENV_PREFIX: Final = f"{PREFIX}ENV{DELIMITER}"
+
+_UNDERSCORES: Final = re.compile("__+")
+_OF_KUBERNETES: Final = re.compile(r"_SERVICE_(HOST|PORT\w*)$|_PORT(_\d+_[A-Z]+\w*)?$")
+"""Variables that Kubernetes sets for a service whose name begins with "ddpsafe"."""
+_KEY_OF_TABLE: Final = re.compile(
+    r"^(env(?=_(?:nccl|gloo|torch|cuda|omp)_)|data_paths(?=_[^_]))_", re.IGNORECASE
+)
+"""The name of a table with any keys, with one underscore after it instead of two."""
+_NAMES_ELSEWHERE: Final = {
+    **dict.fromkeys(("nprocs", "num_processes", "world_size"), "nproc_per_node"),
+    "max_restarts": "retry__attempts",
+}
+"""Fields, by the names that other launchers have for them."""
 
 _RUNS_CODE: Final = re.compile(
     r"LD_.*|DYLD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|NCCL_\w*PLUGIN\w*|\w+_INJECTION\d*_PATH"
@@ -113,47 +120,36 @@ def slipped_variables(model: type[BaseModel]) -> Iterator[ConfigProblem]:
 
     Other unknown variables may belong to another version or to a tool of the user.
     """
+    fields = model.model_fields
+    keys = {name: getattr(field.annotation, "model_fields", ()) for name, field in fields.items()}
+    paths = [*fields, *(name + DELIMITER + key for name in keys for key in keys[name])]
+    meant = _NAMES_ELSEWHERE | {_UNDERSCORES.sub("_", path): path for path in paths}
     for name, text in sorted(os.environ.items()):
         # Comparing each variable of the environment took 50 ms for a launch with 36 of them.
-        if not name.upper().startswith(PREFIX):
+        if not name.upper().startswith(PREFIX) or not text or _OF_KUBERNETES.search(name):
             continue
         word = name[len(PREFIX) :]
-        # pydantic checks what is in a field; Kubernetes sets DDPSAFE_PORT for a service of that name.
-        is_field = word.lower().split(DELIMITER)[0] in model.model_fields
-        if is_field or text.startswith(("tcp://", "udp://")):
+        head, *rest = word.split(DELIMITER)
+        if head.lower() in fields:  # pydantic checks what is in it
             continue
-        value = int(text) if text.isdecimal() else text
-        elsewhere = suggest_name_elsewhere(word, value, model)
-        path = "" if elsewhere else _meant_path(word, model)
-        if path or elsewhere:
+        folded = _UNDERSCORES.sub("_", word.lower().strip("_"))
+        # A name with something added, such as RUN_DIR_2, is that of something else.
+        choices = [choice for choice in meant if not folded.startswith(f"{choice}_")]
+        path = _KEY_OF_TABLE.sub(r"\1__", word)
+        if path == word and (near := find_near(folded, choices, cutoff=0.9)) is not None:
+            path = meant[near].upper()
+        elif path == word:
+            near = find_near(head, filter(fields.__contains__, choices), cutoff=0.8)
+            path = DELIMITER.join([near.upper(), *rest]) if near else word
+        if path != word:
             yield ConfigProblem(
                 field=word.lower(),
-                given=show_at((path or word).split(DELIMITER), text),
+                given=show_at(path.split(DELIMITER), text),
                 source=name,
                 why="there is no such field",
-                write=elsewhere or PREFIX + path,
+                write=PREFIX + path,
                 is_guess=True,
             )
-
-
-def _meant_path(word: str, model: type[BaseModel]) -> str:
-    """Return the variable, without its prefix, that another one probably means; empty if there is none."""
-    fields = {name: field.annotation for name, field in model.model_fields.items()}
-    keys = {name: list(getattr(kind, "model_fields", ())) for name, kind in fields.items()}
-    bare = word.lstrip("_")
-    for name, kind in fields.items():
-        # One underscore instead of two. A table, such as `env`, has any key.
-        if bare.lower().startswith(f"{name}_") and (keys[name] or get_origin(kind) is dict):
-            key = bare[len(name) :].lstrip("_")
-            near = find_near(key, keys[name], cutoff=0.8)
-            return DELIMITER.join([name.upper(), near.upper() if near else key])
-    paths = [*fields, *(name + DELIMITER + key for name in keys for key in keys[name])]
-    head, *rest = word.split(DELIMITER)
-    for begin, choices, end in ((word, paths, []), (head, list(fields), rest)):
-        near = find_near(begin, choices, cutoff=0.8)  # takes half a millisecond
-        if near is not None:
-            return DELIMITER.join([near.upper(), *end])
-    return ""
 
 
 def read_config_file(path: object = None) -> ConfigFile | None:

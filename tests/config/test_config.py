@@ -320,21 +320,25 @@ def test_secrets_are_not_shown_in_problems(
         ("DDPSAFE_DATA_PATHS_TRAIN__PATH", "DDPSAFE_DATA_PATHS__TRAIN__PATH"),
         ("DDPSAFE__SEED", "DDPSAFE_SEED"),
         ("DDPSAFE_SEEDS", "DDPSAFE_SEED"),
-        ("DDPSAFE_NPROCS", "nproc_per_node=3"),
-        ("DDPSAFE_WORLD_SIZE", "nproc_per_node=3"),
-        ("DDPSAFE_MAX_RESTARTS", 'retry={"attempts": 4} (the first attempt counts)'),
-        ("DDPSAFE_RUN_DIRECTORY", "run_dir=3"),
-        ("DDPSAFE_TIMEOUT", 'timeouts={"collective": 3}'),
+        ("DDPSAFE_DATA_PATH__train", "DDPSAFE_DATA_PATHS__train"),
+        ("DDPSAFE_NPROCS", "DDPSAFE_NPROC_PER_NODE"),
+        ("DDPSAFE_WORLD_SIZE", "DDPSAFE_NPROC_PER_NODE"),
+        ("DDPSAFE_MAX_RESTARTS", "DDPSAFE_RETRY__ATTEMPTS"),
+        ("DDPSAFE_TIMEOUT", "DDPSAFE_TIMEOUTS"),
     ],
 )
 def test_misspelt_environment_variable_is_reported(
     variable: str, meant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Variables of other programs, and those that ddpsafe sets itself, are left alone."""
-    monkeypatch.setenv(variable, "3")
-    for other in ("SOMETHING_ELSE", "LAUNCH_ID", "JOB_SECRET", "SERVICE_HOST", "PORT_80_TCP_PORT"):
+    monkeypatch.setenv(variable, "9" * 5_000)
+    others = (
+        "SOMETHING_ELSE LAUNCH_ID JOB_SECRET ENV_FILE ENV_NAME ENVIRONMENT OUTPUT_DIR VERBOSE QUIET RUN_DIR_2 "
+        "RETRY_COUNT SERVICE_HOST PORT PORT_80_TCP_PORT RENDEZVOUS_PORT RENDEZVOUS_SERVICE_PORT_HTTP"
+    )
+    for other in others.split():
         monkeypatch.setenv(f"DDPSAFE_{other}", "3")
-    monkeypatch.setenv("DDPSAFE_PORT", "tcp://10.0.0.1:80")  # Kubernetes, for a service "ddpsafe"
+    monkeypatch.setenv("DDPSAFE_TIMEOUTS_FINISH", "")
     with pytest.raises(ConfigError) as caught:
         LaunchConfig()
     assert [(problem.source, problem.write) for problem in caught.value.problems] == [
