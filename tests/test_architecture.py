@@ -448,7 +448,7 @@ BUDGETS: Final = {
     "ddpsafe/doctor": (9_100, "checks of one host, and of all pairs of hosts"),
     "tests": (2_980, "what is true of all parts"),
     "tests/checkpoint": (3_520, "the folder of the same name"),
-    "tests/config": (1_140, "the folder of the same name"),
+    "tests/config": (1_150, "the folder of the same name"),
     "tests/data": (5_480, "the folder of the same name"),
     "tests/docs": (1_060, "every line of the documentation that runs"),
     "tests/doctor": (3_780, "the folder of the same name"),

@@ -44,8 +44,8 @@ from ddpsafe._config.sources import (
     PREFIX,
     ConfigFile,
     EnvironmentSource,
-    file_problems,
     find_variable,
+    implicit_file_problems,
     read_config_file,
     slipped_variables,
 )
@@ -242,7 +242,7 @@ class LaunchConfig(BaseSettings):
         Raises:
             ConfigError: The file cannot be read, or the config is wrong; it lists every problem.
         """
-        token = _file.set(read_config_file(path))
+        token = _file.set(read_config_file(path, cls.model_fields))
         try:
             return cls(**fields)
         finally:
@@ -390,7 +390,7 @@ def _build(
     except ValidationError as error:
         problems += problems_of(error, model, source=source)
     problems += slipped_variables(model)
-    problems += file_problems(file, model)
+    problems += implicit_file_problems(file)
     if problems:
         raise_config_error(*problems)
 

@@ -65,13 +65,11 @@ class ConfigFile:
 
     Attributes:
         is_implicit: Whether it was found in the current directory, not named.
-        outside: The values beside the table ``[tool.ddpsafe]``, which are not read.
     """
 
     path: Path
     table: dict[str, Any]
     is_implicit: bool
-    outside: dict[str, Any]
 
 
 class EnvironmentSource(EnvSettingsSource):
@@ -152,19 +150,19 @@ def slipped_variables(model: type[BaseModel]) -> Iterator[ConfigProblem]:
             )
 
 
-def read_config_file(path: object = None) -> ConfigFile | None:
+def read_config_file(path: object = None, fields: Iterable[str] = ()) -> ConfigFile | None:
     """Read the fields of a config from a TOML file.
 
     Args:
         path: A file with a ``[tool.ddpsafe]`` table, or with the fields at the top level; by
             default the pyproject.toml of the current directory, if it can be trusted.
+        fields: The names of fields that a warning names if the file has them beside its table.
 
     Returns:
-        The file; its table is empty if a pyproject.toml has none for ddpsafe.
+        The file; its table is empty if a ``[tool]`` table has none for ddpsafe.
 
     Raises:
-        ConfigError: The file cannot be read, is not TOML, has nothing for ddpsafe, or ``tool.ddpsafe``
-            is not a table.
+        ConfigError: The file cannot be read, is not TOML, or ``tool.ddpsafe`` is not a table.
     """
     if path is not None and not isinstance(path, (str, os.PathLike)):
         _refuse_file(path, f"expected a path, got a {type(path).__name__}")
@@ -172,9 +170,8 @@ def read_config_file(path: object = None) -> ConfigFile | None:
     if file is None:
         return None
     # What `ddpsafe explain` reads beside a launch's fields; see `read_explain_rules`.
-    table, outside = _read_tables(file)
-    table.pop(_EXPLAIN, None)
-    return ConfigFile(path=file, table=table, is_implicit=path is None, outside=outside)
+    table = {name: value for name, value in _table_of(file, fields).items() if name != _EXPLAIN}
+    return ConfigFile(path=file, table=table, is_implicit=path is None)
 
 
 def read_explain_rules() -> list[Path]:
@@ -184,7 +181,7 @@ def read_explain_rules() -> list[Path]:
         ConfigError: The table has something else.
     """
     file = find_file()
-    explain: Any = {} if file is None else _read_tables(file)[0].get(_EXPLAIN, {})
+    explain: Any = {} if file is None else _table_of(file).get(_EXPLAIN, {})
     is_known = isinstance(explain, dict) and set(explain) <= {"rules"}
     rules: Any = explain.get("rules", []) if is_known else None
     if not isinstance(rules, list) or not all(isinstance(name, str) for name in rules):
@@ -236,20 +233,12 @@ def _doubt_of(path: Path) -> str | None:
     return f"other users may write to the {kind}" if others_may_write(status) else None
 
 
-def file_problems(file: ConfigFile | None, model: type[BaseModel]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each field outside of ddpsafe's table, and each variable that an implicit file must not set."""
-    if file is None:
+def implicit_file_problems(file: ConfigFile | None) -> Iterator[ConfigProblem]:
+    """Yield a problem for each variable in `env` that an implicit file must not set."""
+    env = None if file is None or not file.is_implicit else file.table.get("env")
+    if file is None or not isinstance(env, dict):
         return
-    for name in filter(model.model_fields.__contains__, file.outside):
-        yield ConfigProblem(
-            field=name,
-            given=show_at([name], file.outside[name]),
-            source=str(file.path),
-            why="it is not read, as it stands outside of the table [tool.ddpsafe] of the file",
-            write=f"{name} below the line [tool.ddpsafe]",
-        )
-    env = file.table.get("env") if file.is_implicit else None
-    for name, text in env.items() if isinstance(env, dict) else ():
+    for name, text in env.items():
         # `cd /tmp && ddpsafe doctor` must not load the LD_PRELOAD of whoever wrote the file there.
         if _RUNS_CODE.fullmatch(name):
             yield ConfigProblem(
@@ -263,18 +252,24 @@ def file_problems(file: ConfigFile | None, model: type[BaseModel]) -> Iterator[C
             )
 
 
-def _read_tables(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the table of ddpsafe in a file, ``[tool.ddpsafe]`` or the top level, and what is outside of it."""
+def _table_of(file: Path, fields: Iterable[str] = ()) -> dict[str, Any]:
+    """Return the table of ddpsafe in a file: ``[tool.ddpsafe]``, or the top level if it has none."""
     top = _load(file)
-    tools = top.pop("tool", {})
-    own = tools.get("ddpsafe") if isinstance(tools, dict) else tools
-    if own is not None and not isinstance(own, dict):
-        _refuse_file(file, f"'tool.ddpsafe' is a {type(own).__name__}, not a table")
+    own: Any = top
+    for key in ("tool", "ddpsafe"):
+        own = own.get(key, {})
+        if not isinstance(own, dict):
+            _refuse_file(file, f"'{key}' is a {type(own).__name__}, not a table")
+    table: dict[str, Any] = own
+    has_table = "ddpsafe" in top.pop("tool", {})
+    beside = ", ".join(name for name in fields if name in top)
     if file.name == "pyproject.toml":  # its top level is that of other tools
-        return own or {}, {}
-    if own is None and not top:
-        _refuse_file(file, "it has no table [tool.ddpsafe], and no fields at its top level")
-    return (top, {}) if own is None else (own, top)
+        return table
+    if has_table and beside:
+        logger.warning("Of %s, only [tool.ddpsafe] is read; not read: %s.", file, beside)
+    elif fields and not has_table and not top:
+        logger.warning("%s has no table [tool.ddpsafe], and nothing at its top level.", file)
+    return table if has_table else top
 
 
 def _load(path: Path) -> dict[str, Any]:
