@@ -26,6 +26,7 @@ from ddpsafe._worker import pending_exception
 from ddpsafe._worker.stop_signals import set_death_signal
 
 if TYPE_CHECKING:
+    import warnings
     from collections.abc import Generator, Mapping
 
     from ddpsafe._worker.context import RankContext
@@ -125,6 +126,7 @@ class _Rank:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._reports: list[object] = []
+        self._warnings: list[tuple[str, str, str, str, int]] = []
         self.failure: BaseException | None = None
 
     def begin(self, ctx: RankContext, job: TestJob) -> None:
@@ -171,6 +173,13 @@ class _Rank:
         )
         self.write()
 
+    def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
+        """Keep a warning of the test for the caller's summary: the end of the test writes it."""
+        if when == "runtest":
+            kind, text = warning_message.category, str(warning_message.message)
+            place = warning_message.filename, warning_message.lineno
+            self._warnings.append((kind.__module__, kind.__name__, text, *place))
+
     def pytest_exception_interact(self, call: pytest.CallInfo[None]) -> None:
         """Open a debugger at the failure in rank 0, on the caller's terminal."""
         if self._ctx.rank != 0 or not self._job.terminal or call.excinfo is None:
@@ -185,10 +194,10 @@ class _Rank:
             debugger.interaction(None, call.excinfo.tb)
 
     def write(self, *, is_last: bool = False) -> None:
-        """Write the reports so far, atomically."""
+        """Write the reports and warnings so far, atomically."""
         path = self._job.report_of(self._ctx.rank)
         part = path.with_suffix(".part")
-        content: dict[str, object] = {"reports": self._reports}
+        content: dict[str, object] = {"reports": self._reports, "warnings": self._warnings}
         if is_last:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -31,6 +31,7 @@ import pickle
 import sys
 import time
 import unittest
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
@@ -167,6 +168,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     call = _call_of(pyfuncitem)
     outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
     server.run(pyfuncitem, call, outcome)
+    _record_warnings(pyfuncitem, outcome)
     skipped = {
         rank
         for rank, written in outcome.from_ranks.items()
@@ -233,6 +235,24 @@ def pytest_runtest_makereport(
         else:
             rank_report.longrepr = f"{title}: {failure}"
     return rank_report
+
+
+def _record_warnings(item: pytest.Item, outcome: _Outcome) -> None:
+    """Add the warnings of the ranks to pytest's own, each once however many ranks have it."""
+    found = [tuple(each) for written in outcome.from_ranks.values() for each in written["warnings"]]
+    for module, name, text, file, line in dict.fromkeys(found):
+        # Only what is imported already: a warning must not run a module's code here.
+        kind = getattr(sys.modules.get(module), "__dict__", {}).get(name)
+        category = kind if isinstance(kind, type) and issubclass(kind, Warning) else Warning
+        message = warnings.WarningMessage(text, category, file, line)
+        item.ihook.pytest_warning_recorded.call_historic(
+            kwargs={
+                "warning_message": message,
+                "nodeid": item.nodeid,
+                "when": "runtest",
+                "location": None,
+            }
+        )
 
 
 def _runs_ranks(item: pytest.Item) -> bool:

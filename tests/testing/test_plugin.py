@@ -139,6 +139,19 @@ def test_warning_is_an_error():
     warnings.warn("a warning")
 
 
+class OwnWarning(UserWarning):
+    pass
+
+
+@pytest.mark.ddp
+@pytest.mark.filterwarnings("default")
+def test_warnings(ddp_context):
+    import warnings
+
+    warnings.warn("of both", OwnWarning)
+    warnings.warn(f"of rank {ddp_context.rank}", type("Local", (Warning,), {}))
+
+
 def test_without_mark(ddp_context):
     pass
 
@@ -284,6 +297,18 @@ def test_hang_shows_the_line_of_each_rank(session: str) -> None:
     assert re.search(r"rank 1, at .*test_many\.py:\d+ in test_hang$", session, re.MULTILINE)
     assert "in test_hang_with_the_limit_of_pytest_timeout" in session
     assert "@pytest.mark.ddp(timeout=…)" in session
+
+
+@pytest.mark.parametrize(
+    "words", ["OwnWarning: of both", "Warning: of rank 0", "Warning: of rank 1"]
+)
+def test_warnings_of_ranks_are_in_the_summary(session: str, words: str) -> None:
+    """Each is there once, with its place and, if this process has imported it, its class."""
+    summary = session[session.index("= warnings summary =") :]
+    found = re.findall(
+        rf"^test_many\.py::test_warnings\n +\S+/test_many\.py:\d+: {words}$", summary, re.MULTILINE
+    )
+    assert len(found) == 1, summary
 
 
 def test_sessions_of_ranks_start_without_a_warning(session: str) -> None:
