@@ -85,7 +85,8 @@ class _Outcome:
     """The outcome of one test in its ranks.
 
     Attributes:
-        report: The rank and the report that stand for the test, see `find_report`.
+        report: The rank and the report that stand for the test, see `find_reports`.
+        teardown: The rank and its report of a teardown that failed.
         from_ranks: What each rank wrote about the test, by rank.
         output: Title and text of each rank's output.
     """
@@ -93,11 +94,12 @@ class _Outcome:
     world_size: int
     error: BaseException | None = None
     report: tuple[int, pytest.TestReport] | None = None
+    teardown: tuple[int, pytest.TestReport] | None = None
     from_ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
     output: list[tuple[str, str]] = field(default_factory=list)
 
-    def find_report(self, config: pytest.Config) -> tuple[int, pytest.TestReport] | None:
-        """Return the rank whose report stands for the test, and that report."""
+    def find_reports(self, config: pytest.Config) -> None:
+        """Set the reports that stand for the test: those of the rank that failed first."""
         blamed = getattr(self.error, "rank", None)
         ranks = sorted(self.from_ranks, key=lambda rank: (rank != blamed, rank))
         from_data = config.hook.pytest_report_from_serializable
@@ -107,17 +109,30 @@ class _Outcome:
             for rank in ranks
             for data in self.from_ranks[rank]["reports"]
         ]
-        for rank, report in reports:
-            if report.failed or hasattr(report, "wasxfail"):
-                return rank, report
-        if self.error is not None:
-            return None  # a crash or a hang: the launcher's error is shown
-        skipped = [(rank, report) for rank, report in reports if report.skipped]
-        if skipped:
-            rank, report = skipped[0]
-            report.longrepr = tuple(report.longrepr)  # JSON made it a list
-            return rank, report
-        return next(((rank, report) for rank, report in reports if report.when == "call"), None)
+        for _, report in reports:
+            if report.skipped and isinstance(report.longrepr, list):
+                report.longrepr = tuple(report.longrepr)  # JSON made it a list
+        failed = [
+            each
+            for each in reports
+            if (each[1].failed or hasattr(each[1], "wasxfail"))
+            # The failure of one rank makes the teardown of others fail.
+            and (each[1].when != "teardown" or each[0] == blamed)
+        ]
+        if failed:
+            rank = failed[0][0]
+            self.teardown = next(
+                (each for each in failed if each[0] == rank and each[1].when == "teardown"), None
+            )
+            if failed[0] is not self.teardown:
+                self.report = failed[0]
+                return
+            reports = [each for each in reports if each[0] == rank and each[1].when != "teardown"]
+        elif self.error is not None:
+            return  # a crash or a hang: the launcher's error is shown
+        skipped = [each for each in reports if each[1].skipped]
+        called = [each for each in reports if each[1].when == "call"]
+        self.report = next(iter(skipped + called), None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -169,37 +184,38 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
     server.run(pyfuncitem, call, outcome)
     _record_warnings(pyfuncitem, outcome)
+    outcome.find_reports(config)
     skipped = {
         rank
         for rank, written in outcome.from_ranks.items()
-        if any(
-            report["outcome"] == "skipped" and "wasxfail" not in report
-            for report in written["reports"]
-        )
+        for report in written["reports"]
+        if report["outcome"] == "skipped" and "wasxfail" not in report
     }
-    outcome.report = outcome.find_report(config)
-    if outcome.error is not None and outcome.report is None:
-        raise outcome.error  # a crash or a hang
-    if outcome.error is None and skipped and len(skipped) < call.nproc:
+    if outcome.error is None and 0 < len(skipped) < call.nproc:
         from ddpsafe._text import ranks_text
 
         names = ranks_text(sorted(skipped))
         text = f"{names} (world_size {call.nproc}) skipped the test, the others ran it"
         outcome.error, outcome.report = pytest.fail.Exception(text, pytrace=False), None
-        raise outcome.error
+    if outcome.error is not None and outcome.report is None:
+        raise outcome.error  # a crash, a hang or a skip
     return True
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
+# Not `tryfirst`: the wrappers of a conftest are outside this one, and see what it returns.
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Replace the report of the call by that of the rank that failed first."""
+    """Replace the reports of the call and the teardown by those of the rank that failed first."""
     report = yield
     outcome = item.stash.get(_outcome_key, None)
-    if call.when != "call" or outcome is None:
+    if call.when == "setup" or outcome is None:
         return report
-    if outcome.report is None:
+    found = outcome.report if call.when == "call" else outcome.teardown
+    if found is None and call.when == "teardown":
+        return report
+    if found is None:
         if outcome.error is not None and call.excinfo is not None and report.failed:
             report.longrepr = str(outcome.error)
             # The message names another option.
@@ -210,10 +226,14 @@ def pytest_runtest_makereport(
                 )
         report.sections += outcome.output
         return report
-    rank, rank_report = outcome.report
-    rank_report.when, rank_report.duration = "call", report.duration
+    rank, rank_report = found
+    rank_report.duration = report.duration
     rank_report.sections = [(f"{name} of rank {rank}", text) for name, text in rank_report.sections]
     rank_report.sections += outcome.output
+    # With --pdb, the rank has had its debugger, and an exception would open another one here.
+    debugs = item.config.getoption("usepdb", default=False)
+    if outcome.error is not None and not rank_report.passed and not debugs:
+        call.excinfo = pytest.ExceptionInfo.from_exception(outcome.error)
     if rank_report.failed:
         # Add to pytest's report which rank it is from, and the outcomes of the other ranks.
         title = f"rank {rank} (world_size {outcome.world_size})"

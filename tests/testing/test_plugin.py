@@ -60,6 +60,22 @@ def test_fixture_that_waits_for_the_rank_that_failed(ddp_context, waits_at_its_e
     ddp_context.all_reduce(1)
 
 
+@pytest.fixture
+def fails_at_its_end(ddp_context):
+    yield
+    assert ddp_context.rank != 1
+
+
+@pytest.mark.ddp
+def test_teardown(fails_at_its_end):
+    pass
+
+
+@pytest.mark.ddp
+def test_call_and_teardown(ddp_context, fails_at_its_end):
+    assert ddp_context.rank != 1
+
+
 @pytest.mark.ddp(nproc=2)
 def test_crash(ddp_context):
     if ddp_context.rank == 1:
@@ -167,6 +183,25 @@ class TestOfUnittest(unittest.TestCase):
         pass
 """
 
+# What a user's wrapper sees of each report, as recipes of pytest's documentation do.
+_CONFTEST = """
+import pytest
+
+seen = []
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    raised = "" if call.excinfo is None else "with an exception"
+    seen.append(f"saw {item.name} {report.when} {report.outcome} {raised}")
+    return report
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line("\\n".join(seen))
+"""
+
 _WRONG_MARKS = (
     ("nprocs=3", "ERROR", "ddp has no nprocs; write ddp(nproc=2)"),
     ("backend='glo'", "FAILED", "problem"),
@@ -185,6 +220,10 @@ _OUTCOMES = (
     ("ranks_talk_and_share_a_folder", "PASSED", ""),
     ("assertion_of_one_rank", "FAILED", "rank 1 (world_size 2): assert 7 == 0"),
     ("fixture_that_waits_for_the_rank_that_failed", "FAILED", "rank 1 (world_size 2): Assert"),
+    ("teardown", "PASSED", ""),
+    ("teardown", "ERROR", "rank 1 (world_size 2): Assert"),
+    ("call_and_teardown", "FAILED", "rank 1 (world_size 2): Assert"),
+    ("call_and_teardown", "ERROR", "rank 1 (world_size 2): Assert"),
     ("crash", "FAILED", "rank 1 (world_size 2) was killed by SIGSEGV"),
     ("hang", "FAILED", "did not end within"),
     ("hang_with_the_limit_of_pytest_timeout", "FAILED", "did not end within"),
@@ -198,7 +237,7 @@ _OUTCOMES = (
     ("needs_gpus", "SKIPPED", "nccl needs 99 GPUs"),
     ("warning_is_an_error", "FAILED", "UserWarning: a warning"),
     ("without_mark", "ERROR", "mark the test with @pytest.mark.ddp(nproc=2)"),
-    ("unknown_fixture", "FAILED", "(world_size 2)"),
+    ("unknown_fixture", "ERROR", "(world_size 2)"),
     ("of_unittest", "ERROR", "not of a TestCase"),
     *((f"wrong_{number}", how, text) for number, (_, how, text) in enumerate(_WRONG_MARKS)),
 )
@@ -257,10 +296,9 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> str:
     with printed.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not printed.exists():
+            tests = _TESTS_OF_EACH_KIND + _TESTS_WITH_WRONG_MARKS
             printed.write_text(
-                _pytest(
-                    _project(folder, test_many=_TESTS_OF_EACH_KIND + _TESTS_WITH_WRONG_MARKS), "-rA"
-                )
+                _pytest(_project(folder, test_many=tests, conftest=_CONFTEST), "-rA")
             )
         return printed.read_text()
 
@@ -277,6 +315,21 @@ def test_each_outcome_is_reported_as_pytest_does(
     found = [line for line in lines if re.search(rf"test_{re.escape(test)}(?![\w\[])", line)]
     assert found, session
     assert words in found[0]
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        "assertion_of_one_rank call failed with an exception",
+        "unknown_fixture setup failed with an exception",
+        "teardown call passed ",
+        "teardown teardown failed with an exception",
+        "expected_to_fail call skipped with an exception",
+    ],
+)
+def test_hooks_of_a_conftest_see_the_reports_of_the_ranks(session: str, seen: str) -> None:
+    """In their phase, with the exception."""
+    assert f"saw test_{seen}\n" in session, session
 
 
 def test_failure_shows_the_rewritten_assertion_and_every_ranks_output(session: str) -> None:
