@@ -186,16 +186,19 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     _record_warnings(pyfuncitem, outcome)
     outcome.find_reports(config)
     skipped = {
-        rank
+        rank: report["longrepr"][-1]
         for rank, written in outcome.from_ranks.items()
         for report in written["reports"]
         if report["outcome"] == "skipped" and "wasxfail" not in report
     }
-    if outcome.error is None and 0 < len(skipped) < call.nproc:
+    # A rank that skips the test is also one that returned early, if others wait for it.
+    no_other_failure = outcome.error is None or getattr(outcome.error, "rank", None) in skipped
+    if 0 < len(skipped) < call.nproc and no_other_failure:
         from ddpsafe._text import ranks_text
 
         names = ranks_text(sorted(skipped))
         text = f"{names} (world_size {call.nproc}) skipped the test, the others ran it"
+        text += f"\n{next(iter(skipped.values()))}"
         outcome.error, outcome.report = pytest.fail.Exception(text, pytrace=False), None
     if outcome.error is not None and outcome.report is None:
         raise outcome.error  # a crash, a hang or a skip

@@ -121,6 +121,13 @@ def test_skipped_by_one(ddp_context):
 
 
 @pytest.mark.ddp
+def test_skipped_while_another_waits(ddp_context):
+    if ddp_context.rank == 1:
+        pytest.skip("why it is skipped")
+    ddp_context.barrier()
+
+
+@pytest.mark.ddp
 @pytest.mark.xfail
 def test_expected_to_fail(ddp_context):
     assert ddp_context.rank == 5
@@ -232,6 +239,7 @@ _OUTCOMES = (
     ("world_of_a_parameter[3]", "PASSED", ""),
     ("skipped_by_all", "SKIPPED", "the reason"),
     ("skipped_by_one", "FAILED", "rank 1 (world_size 2) skipped the test"),
+    ("skipped_while_another_waits", "FAILED", "rank 1 (world_size 2) skipped the test"),
     ("expected_to_fail", "XFAIL", ""),
     ("passes_though_expected_to_fail", "FAILED", "XPASS(strict)"),
     ("needs_gpus", "SKIPPED", "nccl needs 99 GPUs"),
@@ -330,6 +338,12 @@ def test_each_outcome_is_reported_as_pytest_does(
 def test_hooks_of_a_conftest_see_the_reports_of_the_ranks(session: str, seen: str) -> None:
     """In their phase, with the exception."""
     assert f"saw test_{seen}\n" in session, session
+
+
+def test_a_skip_while_another_rank_waits_shows_its_reason(session: str) -> None:
+    """The launch sees a rank that returned early, and does not know of the skip."""
+    assert "skipped the test, the others ran it\nSkipped: why it is skipped\n" in session, session
+    assert "returned early" not in session
 
 
 def test_failure_shows_the_rewritten_assertion_and_every_ranks_output(session: str) -> None:
