@@ -184,6 +184,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     outcome = pyfuncitem.stash[_outcome_key] = _Outcome(world_size=call.nproc)
     server.run(pyfuncitem, call, outcome)
     _record_warnings(pyfuncitem, outcome)
+    properties = [
+        tuple(each)
+        for written in outcome.from_ranks.values()
+        for report in written["reports"][-1:]
+        for each in report["user_properties"]
+    ]
+    for each in properties:
+        if each not in pyfuncitem.user_properties:
+            pyfuncitem.user_properties.append(each)
     outcome.find_reports(config)
     skipped = {
         rank: report["longrepr"][-1]
@@ -230,7 +239,7 @@ def pytest_runtest_makereport(
         report.sections += outcome.output
         return report
     rank, rank_report = found
-    rank_report.duration = report.duration
+    rank_report.duration, rank_report.user_properties = report.duration, report.user_properties
     rank_report.sections = [(f"{name} of rank {rank}", text) for name, text in rank_report.sections]
     rank_report.sections += outcome.output
     # With --pdb, the rank has had its debugger, and an exception would open another one here.

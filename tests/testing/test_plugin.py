@@ -67,8 +67,8 @@ def fails_at_its_end(ddp_context):
 
 
 @pytest.mark.ddp
-def test_teardown(fails_at_its_end):
-    pass
+def test_teardown(fails_at_its_end, record_property):
+    record_property("name", 0.5)
 
 
 @pytest.mark.ddp
@@ -201,7 +201,7 @@ seen = []
 def pytest_runtest_makereport(item, call):
     report = yield
     raised = "" if call.excinfo is None else "with an exception"
-    seen.append(f"saw {item.name} {report.when} {report.outcome} {raised}")
+    seen.append(f"saw {item.name} {report.when} {report.outcome} {raised} {item.user_properties}")
     return report
 
 
@@ -328,15 +328,15 @@ def test_each_outcome_is_reported_as_pytest_does(
 @pytest.mark.parametrize(
     "seen",
     [
-        "assertion_of_one_rank call failed with an exception",
-        "unknown_fixture setup failed with an exception",
-        "teardown call passed ",
-        "teardown teardown failed with an exception",
-        "expected_to_fail call skipped with an exception",
+        "assertion_of_one_rank call failed with an exception []",
+        "unknown_fixture setup failed with an exception []",
+        "teardown call passed  [('name', 0.5)]",
+        "teardown teardown failed with an exception [('name', 0.5)]",
+        "expected_to_fail call skipped with an exception []",
     ],
 )
 def test_hooks_of_a_conftest_see_the_reports_of_the_ranks(session: str, seen: str) -> None:
-    """In their phase, with the exception."""
+    """In their phase, with the exception and the properties that the ranks recorded."""
     assert f"saw test_{seen}\n" in session, session
 
 
