@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import sys
 from collections.abc import Sequence  # noqa: TC003 - pydantic reads the fields of Explanation
 from dataclasses import InitVar, asdict, dataclass, field, replace
@@ -104,9 +105,13 @@ class Explanation:
         return _shown(name_cells("\n".join(lines)))
 
 
+_COLOUR: Final = re.compile(r"\x1b\[[\d;]*m")
+
+
 def _shown(text: str) -> str:
     """Return a text that can be printed: an exception's own text may clear a screen, or have no encoding."""
-    return printable(text, keep="\n\t")
+    text = _COLOUR.sub("", text).replace("\r\n", "\n")
+    return printable(text, keep="\n\t\u200c\u200d")  # Persian words and emoji contain these joiners
 
 
 @dataclass(eq=False, repr=False)

@@ -1121,7 +1121,11 @@ KINDS: Final = [
     row("raises a long text that would change the terminal",
         [raises(raising(ValueError("one\ntwo\x1b[31m\x07\x00" + 9_000 * "x" + "\u202eend"))), raises(lost_a_peer)], 0,
         "ended-by-itself", RAISED, "user-error",
-        says=(r": one" + "\n" + r"two\x1b[31m\x07\x00x", r"x\u202eend" + "\n"), says_not=600 * "x"),
+        says=(r": one" + "\n" + r"two\x07\x00x", r"x\u202eend" + "\n"), says_not=600 * "x"),
+    row("raises a text of a language and a terminal's colours",
+        [raises(raising(ValueError("\x1b[1;31m\u0641\u200c\u0631 \U0001f468\u200d\U0001f469\r\nend\x1b[0m"))),
+        raises(lost_a_peer)], 0, "ended-by-itself", RAISED, "user-error",
+        says=(": \u0641\u200c\u0631 \U0001f468\u200d\U0001f469\nend\n",), says_not="x1b"),
     row("a mismatch that no rank explains", [raises(mismatch, ms=2), raises(mismatch, ms=1)], 1,
         "error-out-of-place", RAISED, "user-error"),
 ]  # fmt: skip
