@@ -545,11 +545,19 @@ def _describable(exc: BaseException) -> BaseException:
     try:
         is_out_of_memory(exc)
         type_name_of(exc)
+        exit_code_of(exc)
         exc.with_traceback(exc.__traceback__)
     except BaseException:  # noqa: BLE001 - the user's class may raise anything
-        name = type.__dict__["__qualname__"].__get__(type(exc))
+        cls = type(exc)
+        name = type.__dict__["__qualname__"].__get__(cls)
         tb = BaseException.__dict__["__traceback__"].__get__(exc)
-        return RuntimeError(f"{name}, whose class raises where it is described").with_traceback(tb)
+        if issubclass(cls, SystemExit):
+            return SystemExit(SystemExit.__dict__["code"].__get__(exc)).with_traceback(tb)
+        message = ""
+        with contextlib.suppress(BaseException):  # as above
+            message = f": {BaseException.__str__(exc)}"
+        text = f"{name}{message} (its class raises where it is described)"
+        return RuntimeError(text).with_traceback(tb)
     return exc
 
 

@@ -31,6 +31,12 @@ NEEDS_GROUPS = pytest.mark.skipif(
             programs.raise_nameless, RuntimeError, "NamelessError", id="class-without-name"
         ),
         pytest.param(programs.raise_sealed, RuntimeError, "SealedError", id="no-attributes"),
+        pytest.param(
+            programs.raise_untraced,
+            RuntimeError,
+            "UntracedError: untraced text",
+            id="no-traceback",
+        ),
         pytest.param(programs.raise_chained, ValueError, "second text", id="chained"),
         pytest.param(
             programs.raise_group, "ExceptionGroup", "both parts", id="group", marks=NEEDS_GROUPS
@@ -54,6 +60,15 @@ def test_its_text_always_arrives_and_its_type_where_possible(
         assert remote is not None
         remote = remote.__cause__
     assert f"in {fault.__name__}" in str(remote)
+
+
+@pytest.mark.full
+def test_an_exit_of_an_odd_class_keeps_its_code(tmp_path: Path) -> None:
+    """Its attributes cannot be read, and the scheduler reads the code."""
+    error = World(folder=tmp_path).launch_fails(
+        ddpsafe.RankExitedError, train, programs.exit_sealed
+    )
+    assert error.exit_code == 7
 
 
 @pytest.mark.full

@@ -165,6 +165,32 @@ class SealedError(Exception):
         raise KeyError(name)
 
 
+class UntracedError(Exception):
+    """An error that takes no traceback."""
+
+    def with_traceback(self, tb: object) -> NoReturn:
+        """Raise, which no exception of Python's does."""
+        raise KeyError(tb)
+
+
+class SealedExit(SystemExit):
+    """An exit of which no attribute can be read."""
+
+    def __getattribute__(self, name: str) -> object:
+        raise KeyError(name)
+
+
+def raise_untraced(_folder: Path) -> NoReturn:
+    """Raise an error that takes no traceback."""
+    msg = "untraced text"
+    raise UntracedError(msg)
+
+
+def exit_sealed(_folder: Path) -> NoReturn:
+    """Exit with an exception of which no attribute can be read."""
+    raise SealedExit(7)
+
+
 def raise_nameless(_folder: Path) -> NoReturn:
     """Raise an error whose class has no name."""
     raise NamelessError
