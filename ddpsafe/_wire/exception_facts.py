@@ -171,15 +171,19 @@ def _rank_in_launch(group: object, rank: int) -> int | None:
 
 def missed_barrier_of(exc: BaseException) -> tuple[int, ...]:
     """Return the ranks that have not reached torch's monitored barrier, if the exception comes from there."""
-    named = find_missed_barrier(line_of(exc, MAX_MESSAGE))
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL, every collective begins with such a barrier.
-    groups = [
-        frame.f_locals["group"]
-        for frame, _ in traceback.walk_tb(exc.__traceback__ if named else None)
-        if frame.f_code.co_filename.endswith("distributed_c10d.py") and "group" in frame.f_locals
-    ]
-    ranks = [_rank_in_launch(groups[-1], rank) for rank in named] if groups else []
-    return tuple(rank for rank in ranks if rank is not None)
+    for error in _chain_of(exc):
+        named = find_missed_barrier(line_of(error, MAX_MESSAGE))
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL, every collective begins with such a barrier.
+        groups = [
+            frame.f_locals["group"]
+            for frame, _ in traceback.walk_tb(error.__traceback__ if named else None)
+            if frame.f_code.co_filename.endswith("distributed_c10d.py")
+            and "group" in frame.f_locals
+        ]
+        if groups:
+            ranks = [_rank_in_launch(groups[-1], rank) for rank in named]
+            return tuple(rank for rank in ranks if rank is not None)
+    return ()
 
 
 _WORKER_EXIT_WAIT_S: Final = 0.5

@@ -799,9 +799,12 @@ def _missed_barrier_error(ended: EndedAttempt, cause: RootCause, setting: Limit)
     by_torch = []
     for out in ended.outcomes.values():
         if out.raised is not None and out.raised.missed_barrier:
-            is_same = find_missed_barrier(out.raised.message) == [*out.raised.missed_barrier]
+            # The rank may have raised another error from it, with another text.
+            lines = map(str.strip, out.raised.traceback.splitlines())
+            line = next(filter(find_missed_barrier, lines), first_line(out))
+            is_same = find_missed_barrier(line) == [*out.raised.missed_barrier]
             numbers = "" if is_same else ", with the numbers of the ranks in their group"
-            by_torch.append(f"rank {out.rank} raised {first_line(out)}{numbers}")
+            by_torch.append(f"rank {out.rank} raised {clip(line, _SUMMARY_WIDTH)}{numbers}")
     return ended.timeout_error(
         setting,
         f"{what}, {ended.when('hang')}.",
