@@ -23,7 +23,14 @@ import pytest
 import ddpsafe
 from ddpsafe._config import RetryPolicy, Timeouts
 from ddpsafe._errors import DDPSafeError, Explanation, FailureKind, MismatchError
-from ddpsafe._launcher.diagnosis.attempt_error import EndedAttempt, Ending, EndReason, make_error
+from ddpsafe._launcher.diagnosis.attempt_error import (
+    EndedAttempt,
+    Ending,
+    EndReason,
+    handled_errors,
+    make_error,
+    original_of,
+)
 from ddpsafe._launcher.diagnosis.rank_readings import (
     is_endless_recursion,
     read_crash,
@@ -1207,6 +1214,22 @@ def test_the_root_cause_of_each_row_is_found(row: Row, tmp_path: Path) -> None:
     assert row.says_not not in text
     of_a_script = str(require_conclusion(row, tmp_path, is_script=True))
     assert not re.search(r"\bfunction\b(?! in the log)|\bctx\b", of_a_script)
+
+
+def test_a_short_text_hides_no_other_error_that_was_handled(tmp_path: Path) -> None:
+    """The text of `KeyError(1)` is "1", in which many lines end; its own line is left out."""
+    said = "step 3: ignoring bad batch 1\nERROR: caught exception: 1"
+    outcome = outcome_of(0, raises(raising(KeyError(1))) | {"said": said})
+    ended = EndedAttempt(
+        outcomes={0: outcome},
+        ending=Ending(reason="failed", waited_s=9.5),
+        attempt=1,
+        retry=RetryPolicy(),
+        run_dir=tmp_path,
+        oom_kills=0,
+        timeouts=Timeouts(),
+    )
+    assert handled_errors(outcome, ended)[1:] == ["| step 3: ignoring bad batch 1"]
 
 
 def test_a_rank_is_in_one_collective_in_all_lines_of_a_message(tmp_path: Path) -> None:

@@ -1269,7 +1269,9 @@ def _is_about(line: str, raised: Raised) -> bool:
     shown = {each.strip() for each in (raised.message + "\n" + raised.traceback).splitlines()}
     name = raised.type_name.rpartition(".")[2]
     text = raised.message.partition("\n")[0].strip()
-    return line in shown or line.startswith(name) or (bool(text) and line.endswith(text))
+    # Many lines end in a number or a word, such as the text of `KeyError(1)`.
+    ending = text if " " in text else f": {text}"
+    return line in shown or line.startswith(name) or (bool(text) and line.endswith(ending))
 
 
 def last_traceback(outcome: RankOutcome) -> list[str]:
