@@ -566,7 +566,9 @@ def _from_users_code(exc: BaseException) -> BaseException:
     tb = exc.__traceback__
     while tb is not None and tb.tb_frame.f_globals.get("__name__") in _CALLERS:
         tb = tb.tb_next
-    return exc if tb is None else exc.with_traceback(tb)
+    # That of a script that cannot be compiled begins nowhere: no line of it has run.
+    is_kept = tb is None and not isinstance(exc, SyntaxError)
+    return exc if is_kept else exc.with_traceback(tb)
 
 
 def _exception_bytes(exc: BaseException) -> bytes | None:

@@ -13,6 +13,7 @@ import re
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from ddpsafe._launcher.diagnosis.rank_readings import (
 from ddpsafe._launcher.diagnosis.root_cause import CONCLUSIONS, RULES, find_root_cause
 from ddpsafe._launcher.diagnosis.wait_graph import Deadlock, Wait
 from ddpsafe._launcher.processes.rank_process import StackReading
+from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import PointToPoint, note_wait
 from ddpsafe._wire.foreign_texts import find_printed_error
 from ddpsafe._wire.messages import Collective, NativeError, Position, Raised, RankOutcome
@@ -1539,3 +1541,18 @@ def test_what_a_program_prints_as_it_is_ended_does_not_count() -> None:
     """Its handler of SIGTERM may raise KeyboardInterrupt; it is a stopped rank, of which nothing was seen before."""
     before = replace(outcome_of(1, works()), said=BY_TORCH)
     assert with_printed_end(before, None) is before
+
+
+def test_the_line_that_cannot_be_compiled_is_shown_once() -> None:
+    """Python shows it with the exception."""
+
+    def compiles() -> None:
+        compile("x = (", "train.py", "exec")
+
+    raised = replace(
+        outcome_of(0, raises(compiles)).raised,  # type: ignore[type-var]  # it has raised
+        payload=bytes(payload.dumps_result(caught(compiles))),
+    )
+    shown = "".join(traceback.format_exception(original_of(raised)))  # type: ignore[arg-type]  # as above
+    assert shown.count("\n    x = (") == 1
+    assert "in compiles" in shown

@@ -194,6 +194,15 @@ def test_module_with_launch_inside_attaches(tmp_path: Path) -> None:
     assert done.lines() == said, done.err
 
 
+def test_a_script_that_cannot_be_compiled_is_shown_without_ddpsafes_lines(tmp_path: Path) -> None:
+    """None of the script's lines has run, so the traceback has no other line than the one to fix."""
+    scripts.write(tmp_path, "train.py", "x = (")
+    done = run(tmp_path, "--nproc-per-node", "1", "--run-dir", "run", "train.py")
+    assert "raised SyntaxError" in done.err
+    assert done.err.count("    x = (\n") == 1, done.err
+    assert "entrypoint.py" not in done.err
+
+
 @pytest.mark.parametrize(("code", "exits_with"), [("7", 7), ("['no data', 3]", 1)])
 def test_the_command_exits_with_the_ranks_exit_code(
     tmp_path: Path, code: str, exits_with: int

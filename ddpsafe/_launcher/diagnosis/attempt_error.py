@@ -1303,14 +1303,16 @@ def original_of(raised: Raised) -> BaseException:
     if raised.payload is None:
         return remote
     # Python shows the exception right below its traceback.
-    frames = RemoteTraceback(without_message(raised))
+    frames = without_message(raised)
     try:
         exc = payload.loads(raised.payload)
     except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything, SystemExit too
         return remote
     if not isinstance(exc, BaseException):
         return remote
-    exc.__cause__ = frames
+    if isinstance(exc, SyntaxError):  # the line that cannot be compiled is shown with the exception
+        frames = frames.rpartition('  File "')[0]
+    exc.__cause__ = RemoteTraceback(frames) if frames else None
     return exc
 
 
