@@ -41,7 +41,7 @@ from ddpsafe._launcher.diagnosis.root_cause import (
     kind_of,
 )
 from ddpsafe._launcher.diagnosis.wait_graph import call_lines, differ, family
-from ddpsafe._text import name_cells, ranks_text, signal_name
+from ddpsafe._text import listed, name_cells, ranks_text, signal_name
 from ddpsafe._wire import payload
 from ddpsafe._wire.exception_facts import PRINTED_CALL, clip, find_own_files
 from ddpsafe._wire.foreign_texts import (
@@ -77,6 +77,7 @@ _TRACEBACK_LINES: Final = 4
 _HANDLED_LINES: Final = 3
 _STDERR_WIDTH: Final = 160
 _SHOWN_RANKS: Final = 16
+_SHOWN_NODES: Final = 4
 _SHOWN_BARRIERS: Final = 4
 """The lines of the ranks that timed out at one barrier differ only in the rank."""
 _SUMMARY_WIDTH: Final = 100
@@ -1072,16 +1073,33 @@ def _too_long_error(
         outcome for outcome in ended.outcomes.values() if outcome.status in ("running", "stopped")
     ]
     blames_one = cause.conclusion.blames == "rank"
-    missing = [cause.root] if blames_one else (running or [cause.root])
+    missing = (_alike(cause.root, running) if blames_one else running) or [cause.root]
     advice = _advice_on_hang(cause) if blames_one else _TOO_LONG
+    nodes = [*dict.fromkeys(f"node {out.node_rank} {out.hostname!r}" for out in missing)]
+    who = ended.name(missing[0])
+    if len(missing) > 1:
+        is_named = ended.nnodes > 1 and len(nodes) <= _SHOWN_NODES
+        place = f", on {listed(nodes)}," if is_named else ""
+        who = f"{ended.names(out.rank for out in missing)}{place}"
     return ended.timeout_error(
         setting,
-        f"{ended.names(out.rank for out in missing)} {behaviour} {ended.limit(setting)}, "
-        f"{ended.when('hang')}.",
-        _filled(advice, missing[0], setting=setting),
+        f"{who} {behaviour} {ended.limit(setting)}, {ended.when('hang')}.",
+        _filled(advice, cause.root if blames_one else missing[0], setting=setting),
         [*_calls_of(cause), *positions(ended)],
         missing=missing,
     )
+
+
+def _alike(root: RankOutcome, running: Iterable[RankOutcome]) -> list[RankOutcome]:
+    """Return the ranks that do the same as the one that is to blame: they work at its line."""
+
+    def doing(out: RankOutcome) -> tuple[object, ...]:
+        is_stopped = out.state == psutil.STATUS_STOPPED
+        return where(out), out.in_collective, out.sends_or_receives, is_stopped, out.raised is None
+
+    if root.in_collective or not where(root):
+        return [root]
+    return [out for out in running if doing(out) == doing(root)]
 
 
 def _unfinished_error(ended: EndedAttempt) -> LaunchError:
