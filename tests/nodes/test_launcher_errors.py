@@ -213,6 +213,7 @@ def test_a_signal_to_node_0_while_it_waits_ends_all_launchers(
     launchers[1].await_said("attempt 1 failed")
     os.kill(launchers[0].pid, signum)
     require_interrupted(launchers, signum)
+    assert f"{signum.name} on node 0 ('h0'); no rank is left running" in launchers[1].err
     require_nothing_left(network)
 
 

@@ -187,12 +187,14 @@ class NodeLaunch:
                 exc.error.previous_attempts = tuple(self._earlier)
             # To all, not to those of the round alone: a node that is to join again would find the
             # job closed, and report that it was too late.
-            rendezvous.channel.send(round_result_of(exc.error, is_final=True))
+            error = _with_node_0(exc.error, rendezvous)
+            rendezvous.channel.send(round_result_of(error, is_final=True))
             raise exc.error from exc.error.__cause__
         except BaseException as exc:
             error = as_error(
                 exc, rendezvous.facts.named(0), "could not begin another attempt", phase="retry"
             )
+            error = _with_node_0(error, rendezvous)
             rendezvous.channel.send(round_result_of(error, is_final=True))
             raise
         rendezvous.channel.send(RoundResult(is_final=True))
@@ -775,6 +777,16 @@ def _file_in(folders: Iterable[str]) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield file, writing.result() if has_written else ()
     finally:
         BoundedCall(remove, name="ddpsafe-folders").wait(limits.FILE_APPEARS.total_seconds())
+
+
+def _with_node_0(
+    error: DDPSafeError | Interrupted, rendezvous: NodeRendezvous
+) -> DDPSafeError | Interrupted:
+    """Return an error for the other nodes, which do not know that this launcher received the signal."""
+    if isinstance(error, Interrupted) and not error.where:
+        where = rendezvous.inbox.where or rendezvous.facts.named(0)
+        return Interrupted(error.signum, where, error.left)
+    return error
 
 
 def _with_own_report(
