@@ -625,7 +625,11 @@ ENDED: Final = [
         [raises(own, ms=9), raises(lost_a_peer, ms=1), returned()],
         0, "ended-by-itself", RAISED, "user-error"),
     row("all exit, and the first one is blamed", [exited(2, ms=7), exited(1, ms=3)],
-        1, "ended-by-itself", EXITED, "user-error"),
+        1, "ended-by-itself", EXITED, "user-error", says=("rank 0 also failed: exited with code 2\n",)),
+    row("all exit while the script is imported",
+        [exited(1, ms=7, phase="starting") | {"said": 'Traceback (most recent call last):\n  File "/t.py", line 1, '
+        "in <module>\nKeyError: 'data'\n"}, exited(1, ms=3, phase="starting")], 1, "ended-by-itself", EXITED,
+        "user-error", says=("rank 0 also failed: exited with code 1: KeyError: 'data'\n",)),
 ]
 # fmt: on
 

@@ -1167,6 +1167,10 @@ def first_line(outcome: RankOutcome) -> str:
     raised = outcome.raised
     if raised is None and outcome.native is not None:
         return outcome.native.text[:_SUMMARY_WIDTH]
+    if raised is None and outcome.status == "exited":
+        error = find_printed_error(outcome.error_text()) if outcome.phase == "starting" else None
+        text = f"exited with code {outcome.exit_code}" + (f": {error}" if error else "")
+        return clip(text, _SUMMARY_WIDTH)
     if raised is None:
         return outcome.status if outcome.signal_name is None else f"killed by {outcome.signal_name}"
     text = without_source(f"{raised.type_name}: {raised.message}".splitlines()[0])

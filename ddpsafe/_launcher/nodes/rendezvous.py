@@ -603,8 +603,8 @@ class NodeRendezvous:
         last_call_s = self._arrivals().left_s
         if last_call_s is not None:  # min_nodes nodes have come
             left_s, setting = max(0.0, last_call_s), "rendezvous.last_call"
-        text = self._arrivals_text()
-        logger.warning("%s; waiting for the others for %.0f s more (%s)", text, left_s, setting)
+        waits = f"; waiting for the others for {left_s:.0f} s more ({setting})"
+        logger.warning("%s%s", self._arrivals_text(), waits if round(left_s) else "")
 
     def _arrivals(self) -> Arrivals:
         if self.serves:

@@ -690,7 +690,7 @@ def _threads_as_json(threads: Iterable[ThreadStack]) -> list[dict[str, object]]:
 
 def _place_of(outcome: RankOutcome) -> str:
     if outcome.status == "returned":
-        return "done: its code has ended"
+        return "done: the code has ended"
     stopped = "stopped" if outcome.state == psutil.STATUS_STOPPED else ""
     if not outcome.stack:
         return stopped or "not answering: it holds the GIL, or is not running Python"
