@@ -131,7 +131,7 @@ class _Tail:
         self.interactive = ""
         self.changed_s = 0.0
         self._shown = ""  # the beginning of an unfinished line that is on the console already
-        self._next_drawn_s = 0.0
+        self._next_drawn_s = time.monotonic() + _PLAIN_EVERY_S
         self.pieces = 0
         self.given_up = threading.Event()
 
