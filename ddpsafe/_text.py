@@ -50,9 +50,9 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
-def listed(names: Sequence[str]) -> str:
-    """Return names for a message: ``a``, ``a, b and c``; empty if there are none."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+def listed(names: Sequence[str], *, last: str = " and ") -> str:
+    """Return names for a message: ``a``, ``a, b and c``, with `last` before c; empty if there are none."""
+    return last.join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def shortened(lines: Sequence[str], most: int) -> list[str]:

@@ -421,6 +421,11 @@ class EndedAttempt:
         place = f"node {outcome.node_rank} {outcome.hostname!r}, local rank {outcome.local_rank}"
         return f"rank {outcome.rank} ({place}, world_size {self.world_size})"
 
+    def name_all(self, outcomes: Sequence[RankOutcome]) -> str:
+        """Return the name of one rank as `name` does, or those of several."""
+        is_one = len(outcomes) == 1
+        return self.name(outcomes[0]) if is_one else self.names(out.rank for out in outcomes)
+
     def place(self, outcome: RankOutcome, kind: FailureKind) -> str:
         """Return on which host a rank was, in which phase, and when the attempt ended."""
         return f"on {outcome.hostname} while {_DOING[outcome.phase]}, {self.when(kind)}"
@@ -879,7 +884,6 @@ def _mismatch_error(
         root = min(odd, key=len)[0]
     odd.sort(key=lambda side: root not in side)
     called_by = dict(calls)
-    own_call = called_by[root.rank]
     advice = CONCLUSIONS["mismatch"].advice
     if is_same:
         advice = _OTHER_SHAPES if len({call.sizes for _, call in calls}) > 1 else _OTHER_DTYPES
@@ -904,7 +908,7 @@ def _mismatch_error(
     shown = odd if len(odd) <= _SHOWN_SIDES else odd[: _SHOWN_SIDES - 1]
     for side in shown:
         call = called_by[side[0].rank]
-        who = ended.name(side[0]) if len(side) == 1 else ended.names(out.rank for out in side)
+        who = ended.name_all(side)
         unlike = ", unlike the others," if has_majority and not behaviour and not clauses else ""
         did = behaviour or what_differs(call)
         clauses.append(f"{who}{unlike} {did}{_is_at(ended, side[0], call)}")
@@ -913,10 +917,8 @@ def _mismatch_error(
     missing = [out for side in odd for out in side]
     if len(missing) == 1:
         clauses[0] += f", on {root.hostname}"
-    if len(clauses) == 2 and not has_majority:  # noqa: PLR2004 - either side may be wrong
-        what = ", but ".join(clauses)
-    else:
-        what = ", and ".join(filter(None, [", ".join(clauses[:-1]), clauses[-1]]))
+    is_either = len(clauses) == 2 and not has_majority  # noqa: PLR2004 - either side may be wrong
+    what = listed(clauses, last=", but " if is_either else ", and ")
     lines = [*details, *handled, *positions(ended)]
     what = f"{what}, {ended.when('hang')}."
     return ended.timeout_error(setting, what, advice, lines, missing=missing)
@@ -1076,11 +1078,9 @@ def _too_long_error(
     missing = (_alike(cause.root, running) if blames_one else running) or [cause.root]
     advice = _advice_on_hang(cause) if blames_one else _TOO_LONG
     nodes = [*dict.fromkeys(f"node {out.node_rank} {out.hostname!r}" for out in missing)]
-    who = ended.name(missing[0])
-    if len(missing) > 1:
-        is_named = ended.nnodes > 1 and len(nodes) <= _SHOWN_NODES
-        place = f", on {listed(nodes)}," if is_named else ""
-        who = f"{ended.names(out.rank for out in missing)}{place}"
+    who = ended.name_all(missing)
+    if len(missing) > 1 and ended.nnodes > 1 and len(nodes) <= _SHOWN_NODES:
+        who += f", on {listed(nodes)},"
     return ended.timeout_error(
         setting,
         f"{who} {behaviour} {ended.limit(setting)}, {ended.when('hang')}.",
