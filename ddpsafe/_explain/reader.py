@@ -131,8 +131,9 @@ class LogReader:
         # most lines of a log end here.
         shape = raw[:_MAX_LINE_BYTES].translate(None, b"0123456789")
         seen = self._shapes.get(shape, 0)
-        is_read = is_call or self.findings.expects_rank or b"he above exception" in raw
-        is_frequent = seen >= _MAX_SAME_LINES and not is_read
+        is_frequent = seen >= _MAX_SAME_LINES and not (
+            is_call or self.findings.expects_rank or b"he above exception" in raw
+        )
         if is_frequent and self._is_known(number, raw, shape):
             return
         if len(self._shapes) < ranking.MAX_DISTINCT:
