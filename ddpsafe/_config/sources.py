@@ -43,11 +43,11 @@ _KEY_OF_TABLE: Final = re.compile(
     r"^(env(?=_(?:nccl|gloo|torch|cuda|omp)_)|data_paths(?=_[^_]))_", re.IGNORECASE
 )
 """The name of a table with any keys, with one underscore after it instead of two."""
-_NAMES_ELSEWHERE: Final = {
+_ONE_MEANING: Final = {
     **dict.fromkeys(("nprocs", "num_processes", "world_size"), "nproc_per_node"),
     "max_restarts": "retry__attempts",
 }
-"""Fields, by the names that other launchers have for them."""
+"""Fields, by those names of other launchers that mean nothing else in a variable; see `problems`."""
 
 _RUNS_CODE: Final = re.compile(
     r"LD_.*|DYLD_.*|PYTHON.*|PATH|BASH_ENV|ENV|GCONV_PATH|NCCL_\w*PLUGIN\w*|\w+_INJECTION\d*_PATH"
@@ -121,7 +121,7 @@ def slipped_variables(model: type[BaseModel]) -> Iterator[ConfigProblem]:
     fields = model.model_fields
     keys = {name: getattr(field.annotation, "model_fields", ()) for name, field in fields.items()}
     paths = [*fields, *(name + DELIMITER + key for name in keys for key in keys[name])]
-    meant = _NAMES_ELSEWHERE | {_UNDERSCORES.sub("_", path): path for path in paths}
+    meant = _ONE_MEANING | {_UNDERSCORES.sub("_", path): path for path in paths}
     for name, text in sorted(os.environ.items()):
         # Comparing each variable of the environment took 50 ms for a launch with 36 of them.
         if not name.upper().startswith(PREFIX) or not text or _OF_KUBERNETES.search(name):

@@ -401,11 +401,12 @@ def compare_datasets(
             lists = {tuple(map(bytes, rows)) for rows in digests}
             files = {file for each in lists for file in each}
             # The ranks may have divided the files of a stream, and some may share a part.
-            lists_files = all(each["length"] is None and each["by_paths"] for each in described)
-            is_one_kind = len({each["kind"] for each in described}) == 1
-            if not (
-                lists_files and is_one_kind and len(files) == sum(len(set(each)) for each in lists)
-            ):
+            is_divided = (
+                all(each["length"] is None and each["by_paths"] for each in described)
+                and len({each["kind"] for each in described}) == 1
+                and len(files) == sum(len(set(each)) for each in lists)
+            )
+            if not is_divided:
                 raise _unequal_data(reading.dataset, view, described, digests)
             fingerprint = hashlib.blake2b(b"".join(sorted(files)), digest_size=16).hexdigest()
     return fingerprint

@@ -394,8 +394,8 @@ class LiveWatch:
         # Of the last looks: when, and how many steps each rank had made.
         self._steps: deque[tuple[float, dict[int, int]]] = deque(maxlen=_RATE_LOOKS)
         # Beside the attempts of this launcher: the nodes of a job may share the run directory.
-        logs = [Path(process.spec.logs.stderr) for process in processes]
-        self._socket = StatusSocket(logs[0].parent.parent) if processes else None
+        log = Path(processes[0].spec.logs.stderr) if processes else None
+        self._socket = None if log is None else StatusSocket(log.parent.parent)
         self._requests = [*requests, *([] if self._socket is None else [self._socket])]
         self._wants_stacks = False
 
