@@ -81,8 +81,9 @@ def _read_any(folder: Path, *, stacks: bool) -> Facts:
     facts = _read(folder, stacks=stacks)
     # On a shared disk, a launcher of another host cannot be reached.
     for path in sorted(folder.glob(f"node-*{socket.gethostname()}/{SOCKET}")):
-        if facts["state"] != "running":
-            facts = _read(path.parent, stacks=stacks)
+        of_node = facts if facts["state"] == "running" else _read(path.parent, stacks=stacks)
+        if of_node["state"] == "running" or facts["state"] == "ended":
+            facts = of_node
     return facts
 
 
