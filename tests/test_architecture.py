@@ -462,7 +462,7 @@ BUDGETS: Final = {
     "tests/nccl_on_cpu": (1_320, "torch's NCCL code without a GPU"),
     "tests/nodes": (5_810, "several launchers: joins, losses, networks that break"),
     "tests/nodes/simulation": (2_420, "hosts, network and clocks of jobs in virtual time"),
-    "tests/programs": (8_880, "what runs in ranks"),
+    "tests/programs": (8_900, "what runs in ranks"),
     "tests/slurm": (380, "a Slurm of this machine alone"),
     "tests/smoke": (230, "the installed wheel"),
     "tests/testing": (540, "the pytest plugin"),

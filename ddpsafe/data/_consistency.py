@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchDataLoader
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ddpsafe._errors import ConfigError, Explanation, portable
 from ddpsafe._text import ranks_text
@@ -139,10 +139,8 @@ class DatasetView:
 
 def _count_items(dataset: Any) -> int | None:
     """Return how many items can be read by number; ``None`` for a stream, whose length may be that of a share."""
-    read = getattr(type(dataset), "__getitem__", None)
-    if read in {None, Dataset.__getitem__} or not hasattr(dataset, "__len__"):
-        return None
-    return len(dataset)
+    is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+    return None if is_stream or not hasattr(dataset, "__len__") else len(dataset)
 
 
 def views_of(
@@ -157,9 +155,9 @@ def views_of(
     # A class of the script has two names: in a spawned process, the script's module is __mp_main__.
     name = f"{type(dataset).__module__}.{type(dataset).__qualname__}".removeprefix("__mp_main__.")
     name = name.removeprefix("__main__.")
-    if key is not None and length is not None:
-        by_key = f"{name} by key"
-        return [DatasetView(length, by_key, range(length), lambda i: stable_text(key(i)))]
+    if key is not None:
+        count, by_key = len(dataset), f"{name} by key"
+        return [DatasetView(count, by_key, range(count), lambda i: stable_text(key(i)))]
     method, value = getattr(dataset, "fingerprint", None), getattr(dataset, "_fingerprint", None)
     if callable(method) or isinstance(value, str):
         own = str(method()) if callable(method) else str(value)
@@ -323,7 +321,7 @@ def check_dataset_consistency(
             the dataset) and the first item that differs.
         Exception: What the dataset raised, with a note of the index, if no rank could read it.
     """
-    if key is not None and _count_items(dataset) is None:
+    if key is not None and not hasattr(dataset, "__len__"):
         raise ConfigError(
             Explanation(
                 "key= was given for a dataset without a length.",

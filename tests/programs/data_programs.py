@@ -363,6 +363,22 @@ class Versioned(Shards):
         return self.files[0]
 
 
+class IndexedShare(IterableDataset[int]):
+    """A stream whose numbers and length are those of the rank's share."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 10, 3))
+
+    def __len__(self) -> int:
+        return len(range(self.rank, 10, 3))
+
+    def __getitem__(self, index: int) -> int:
+        return range(self.rank, 10, 3)[index]
+
+
 class SizedShards(Shards):
     """One that knows its length."""
 
@@ -377,6 +393,7 @@ def consistency_of_streams(ctx: ddpsafe.RankContext) -> dict[str, Any]:
     chain = torch.utils.data.ChainDataset
     streams = {
         "whole": SizedShards(files),
+        "share that can be indexed": IndexedShare(ctx.rank),
         "divided": Shards(share),
         "divided, with a length": SizedShards(share),
         "divided in groups": Shards(files[ctx.rank // 2 :: 2]),
